@@ -24,8 +24,8 @@ def atomic_output(path: Path | str, *, overwrite: bool = False, directory: bool 
     before the block when `path` exists and `overwrite` is false, and `InputError` when the disk is full.
     """
     path = Path(path).absolute()
-    check_output(path, overwrite=overwrite)
     _remove_abandoned(path)
+    check_output(path, overwrite=overwrite)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     _remove(partial)
     try:
@@ -104,7 +104,11 @@ def _remove_abandoned(path: Path) -> None:
         return
     for sibling in path.parent.glob(f".{path.name}.*partial-*"):
         match = _PARTIAL.search(sibling.name)
-        if match and not _alive(int(match.group(1))):
+        if not match or _alive(int(match.group(1))):
+            continue
+        if ".old.partial-" in sibling.name and not path.exists():
+            sibling.rename(path)  # killed between the two renames of `_replace`: this is the user's old output
+        else:
             _remove(sibling)
 
 
