@@ -1,0 +1,244 @@
+"""The generation loop over any runtime, and the text of a growing list of ids."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from pit_deploy.errors import InputError
+from pit_deploy.runtimes.base import Runtime, check_room
+from pit_deploy.sampling import SamplingOptions, sample
+
+FinishReason = Literal["stop", "length", "context_full", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one call generated, why it ended, and how long it took.
+
+    `ids` never holds the stop id; that is `stop_id` (None unless the reason is "stop"). `prefill_seconds` is
+    the prompt's run and the first draw (time to first token), `decode_seconds` all later runs and draws; time
+    in the caller's callback is in neither.
+    """
+
+    ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_id: int | None
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens drawn after the first (a stop id counts) by decode time; 0.0 where there are none."""
+        drawn = len(self.ids) + (self.stop_id is not None) - 1
+        return drawn / self.decode_seconds if drawn > 0 and self.decode_seconds > 0 else 0.0
+
+    @property
+    def pending_ids(self) -> tuple[int, ...]:
+        """The id drawn last, which the runtime's cache lacks: a next turn's prompt begins with it."""
+        return (self.stop_id,) if self.stop_id is not None else self.ids[-1:]
+
+
+class TokenStream(Iterator[int]):
+    """The ids of one generation, one `next` a token; made by `stream`.
+
+    `cancel` ends it before the next token, from any thread. `generation` is the result once it has ended.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        options: SamplingOptions,
+        stop_ids: Collection[int],
+        history: Collection[int],
+    ) -> None:
+        if max_new_tokens < 0:
+            raise InputError(f"max_new_tokens must be 0 or more, but is {max_new_tokens}.")
+        check_room(runtime, prompt_ids)
+        self._runtime, self._options = runtime, options
+        self._prompt = list(prompt_ids)
+        self._max_new_tokens = max_new_tokens
+        self._stop_ids = frozenset(stop_ids)
+        self._seen = {*history, *prompt_ids}
+        self._ids: list[int] = []
+        self._stop_id: int | None = None
+        self._reason: FinishReason | None = None
+        self._cancelled = False
+        self._prefill_seconds = self._decode_seconds = 0.0
+
+    def __next__(self) -> int:
+        if self._reason is None:
+            self._reason = self._end_before_run()
+        if self._reason is not None:
+            raise StopIteration
+        started = time.perf_counter()
+        id = self._draw(
+            self._runtime.decode(self._ids[-1]) if self._ids else self._runtime.prefill(self._prompt)
+        )
+        seconds = time.perf_counter() - started
+        if self._ids:
+            self._decode_seconds += seconds
+        else:
+            self._prefill_seconds = seconds
+        if id in self._stop_ids:
+            self._stop_id, self._reason = id, "stop"
+            raise StopIteration
+        self._ids.append(id)
+        self._seen.add(id)
+        return id
+
+    def cancel(self) -> None:
+        """End before the next token; what was generated is kept."""
+        self._cancelled = True
+
+    @property
+    def generation(self) -> Generation:
+        """The result. Raises `RuntimeError` while the stream has not ended."""
+        if self._reason is None and self._cancelled:
+            self._reason = "cancelled"
+        if self._reason is None:
+            raise RuntimeError("The stream has not ended yet; iterate to its end or call cancel().")
+        return Generation(
+            tuple(self._ids),
+            self._reason,
+            self._stop_id,
+            len(self._prompt),
+            self._prefill_seconds,
+            self._decode_seconds,
+        )
+
+    def _end_before_run(self) -> FinishReason | None:
+        if self._cancelled:
+            return "cancelled"
+        if len(self._ids) >= self._max_new_tokens:
+            return "length"
+        if self._ids and self._runtime.position >= self._runtime.context_length:
+            return "context_full"
+        return None
+
+    def _draw(self, logits: np.ndarray) -> int:
+        # The position of the new token, and not its number within this turn, counts the generator's steps, so
+        # that a second turn with the same seed does not see the first turn's random numbers again.
+        return sample(logits, self._options, self._runtime.position, self._seen)
+
+
+def stream(
+    runtime: Runtime,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    options: SamplingOptions,
+    stop_ids: Sequence[int],
+    history: Collection[int] = (),
+) -> TokenStream:
+    """Iterate over the generated ids; the arguments, the errors and the meaning are those of `generate`.
+
+    Errors in the arguments are raised here, before the first `next`.
+    """
+    return TokenStream(
+        runtime,
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        options=options,
+        stop_ids=stop_ids,
+        history=history,
+    )
+
+
+def generate(
+    runtime: Runtime,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    options: SamplingOptions,
+    stop_ids: Sequence[int],
+    on_token: Callable[[int], bool | None] | None = None,
+    history: Collection[int] = (),
+) -> Generation:
+    """Run the prompt, then draw up to `max_new_tokens` ids; every token runs through the model at most once.
+
+    The prompt is appended to what the cache holds, so a second turn passes only what is new: the first turn's
+    `pending_ids` (drawn, but not in the cache), then the new message. `history` names the ids already in the
+    cache for the repetition penalty; without it the penalty sees this turn alone. Call `runtime.reset()` to
+    start anew.
+
+    It ends on a stop id ("stop"), after `max_new_tokens` ("length"), when the last id no longer fits into the
+    context ("context_full") or when `on_token` returns False ("cancelled"); what was generated is kept. With
+    `max_new_tokens` 0 the model does not run. Raises `InputError` for an empty prompt or an unknown id, and
+    `ContextFullError` for a prompt that does not fit, both before anything runs.
+    """
+    tokens = stream(
+        runtime,
+        prompt_ids,
+        max_new_tokens=max_new_tokens,
+        options=options,
+        stop_ids=stop_ids,
+        history=history,
+    )
+    for id in tokens:
+        if on_token is not None and on_token(id) is False:
+            tokens.cancel()
+    return tokens.generation
+
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_REPLACEMENT = "�"
+_CONTEXT = 8  # tokens kept before the new one: a cut-off character needs 3, decoders that look back fewer
+
+
+class TextStream:
+    """Text from ids as they come: `push` gives what is final, `finish` the rest.
+
+    All pieces joined equal `tokenizer.decode(all ids, skip_special_tokens=True)`. A character whose bytes are
+    not complete is held back, and so is a run of byte tokens (`<0x0A>`) until another token ends it, because
+    decoders with byte fallback judge such a run as a whole. Each push decodes a window of at most 17 tokens
+    (a run of byte tokens aside, which is decoded once), so the cost is linear.
+
+    `tokenizers.decoders.DecodeStream` is not used: it has no `finish`, so a text that ends in an incomplete
+    character loses it; it raises "Invalid prefix" where a byte-fallback run turns invalid late; and a run of
+    invalid bytes costs it quadratic time.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._window: list[int] = []
+        self._given = 0  # characters of the window's text that were given out
+
+    def push(self, id: int) -> str:
+        """Append one id and return the text that became final, often empty."""
+        token = self._tokenizer.id_to_token(id)
+        if token is None or id in self._special:
+            return ""  # decoding the whole would skip it as well
+        self._window.append(id)
+        if _BYTE_TOKEN.fullmatch(token):
+            return ""
+        text = self._advance(self._text().removesuffix(_REPLACEMENT))
+        if len(self._window) > 2 * _CONTEXT:
+            self._window = self._window[-_CONTEXT:]
+            self._given = len(self._text().removesuffix(_REPLACEMENT))
+        return text
+
+    def finish(self) -> str:
+        """Return what was held back and start anew."""
+        text = self._advance(self._text())
+        self._window, self._given = [], 0
+        return text
+
+    def _text(self) -> str:
+        text: str = self._tokenizer.decode(self._window, skip_special_tokens=True)
+        return text
+
+    def _advance(self, final: str) -> str:
+        new = final[self._given :]
+        self._given = max(self._given, len(final))
+        return new

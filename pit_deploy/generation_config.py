@@ -1,0 +1,73 @@
+"""End and start ids, gathered from the three files that may name them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pit_deploy.errors import InputError
+
+TokenToId = Callable[[str], int | None]
+
+
+def end_ids(
+    generation_config: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+    tokenizer_config: Mapping[str, Any],
+    token_to_id: TokenToId,
+) -> list[int]:
+    """The ids that end a generation: generation_config's, then config's, then the tokenizer's, each once.
+
+    Raises `InputError` where none is named or a value is not an id; an end id is never invented.
+    """
+    found = [
+        *_ids((generation_config or {}).get("eos_token_id"), "eos_token_id in generation_config.json"),
+        *_ids(config.get("eos_token_id"), "eos_token_id in config.json"),
+    ]
+    token = token_text(tokenizer_config.get("eos_token"))
+    id = token_to_id(token) if token is not None else None
+    if id is not None:
+        found.append(id)
+    if not found:
+        named = "" if token is None else f" (its {token!r} is not in the vocabulary)"
+        raise InputError(
+            "No end-of-sequence id was found: eos_token_id in generation_config.json, eos_token_id in "
+            f"config.json and eos_token in tokenizer_config.json were looked at{named}; add "
+            '"eos_token_id": ID to generation_config.json.'
+        )
+    return list(dict.fromkeys(found))
+
+
+def bos_id(
+    generation_config: Mapping[str, Any] | None,
+    config: Mapping[str, Any],
+    tokenizer_config: Mapping[str, Any],
+    token_to_id: TokenToId,
+) -> int | None:
+    """The start id that the first of the same three places names, or None.
+
+    Whether a prompt begins with it is the tokenizer's decision, not ours.
+    """
+    for source, name in ((generation_config or {}, "generation_config.json"), (config, "config.json")):
+        ids = _ids(source.get("bos_token_id"), f"bos_token_id in {name}")
+        if len(ids) > 1:
+            raise InputError(f"bos_token_id in {name} must be one token id, but is {ids}.")
+        if ids:
+            return ids[0]
+    token = token_text(tokenizer_config.get("bos_token"))
+    return token_to_id(token) if token is not None else None
+
+
+def token_text(value: Any) -> str | None:
+    """The text of a special token, which tokenizer_config.json writes as a string or as {"content": ...}."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _ids(value: Any, place: str) -> list[int]:
+    ids = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for id in ids:
+        if isinstance(id, bool) or not isinstance(id, int) or id < 0:
+            raise InputError(f"{place} must be a token id or a list of token ids, but is {value!r}.")
+    return ids

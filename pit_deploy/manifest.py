@@ -1,0 +1,578 @@
+"""What `manifest.json` of a bundle says: its fields, its rules, and the JSON Schema made from them.
+
+The page docs/bundle.md explains each field. Kotlin, Swift and JavaScript read the same file: the rules that a
+JSON Schema cannot say (ids below the tokenizer's length, files that are listed) are in `Manifest._consistent`
+and, as vectors, in runtime_tests/vectors/manifests/.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NoReturn, cast, get_args
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from pit_deploy.errors import InputError
+
+FORMAT: Final = "pit-deploy bundle"
+FORMAT_VERSION: Final = 1
+SCHEMA_PATH = Path(__file__).with_name("schemas") / "manifest.schema.json"
+
+Kind = Literal[
+    "not_a_bundle",
+    "bad_json",
+    "newer_version",
+    "older_version",
+    "missing_field",
+    "unknown_field",
+    "bad_value",
+    "path_escape",
+    "unlisted_file",
+    "bad_end_id",
+    "bad_token_id",
+    "bad_vocabulary",
+    "missing_file",
+    "wrong_size",
+    "wrong_hash",
+    "unreadable_file",
+    "tokenizer_mismatch",
+]
+KINDS: frozenset[str] = frozenset(get_args(Kind))
+
+
+class BundleError(InputError):
+    """A bundle cannot be used; `kind` is the same word in every language that reads bundles."""
+
+    def __init__(self, kind: Kind, message: str) -> None:
+        super().__init__(message)
+        self.kind: Kind = kind
+
+
+def fail(error: Kind, message: str, field: str = "", **values: Any) -> NoReturn:
+    """Raise what pydantic collects: `message` has `{names}` of `values`, `field` is relative to the model."""
+    raise PydanticCustomError(error, message, {**values, "field": field})
+
+
+# The rule for paths in two forms: a regular expression for the schema (ECMA 262), and the reasons for people.
+_PATH_PATTERN = r"^(?!(?:.*/)?\.{1,2}(?:/|$))[^/\\:\u0000-\u001f\u007f]+(?:/[^/\\:\u0000-\u001f\u007f]+)*$"
+_FORBIDDEN = re.compile(r"[\\:\x00-\x1f\x7f]")
+
+
+def _check_path(path: str) -> str:
+    if path.startswith("/"):
+        fail("path_escape", "it is an absolute path, and paths are relative to the bundle")
+    if _FORBIDDEN.search(path):
+        fail("path_escape", "it holds a backslash, a colon or a control character, and paths have none")
+    parts = path.split("/")
+    if ".." in parts:
+        fail("path_escape", "it has the part '..', and paths may not leave the bundle")
+    if "" in parts or "." in parts:
+        fail("path_escape", "it has an empty part or the part '.', and each part of a path is a name")
+    return path
+
+
+_BIGGEST_SIZE = 2**53 - 1  # the largest integer that JavaScript holds exactly
+_BIGGEST_COUNT = 2**31 - 1  # ids and dimensions are 32-bit integers in the apps
+
+# Strict, so that "1", 1.0 and true are not taken for 1: readers in other languages would disagree on them.
+Size = Annotated[int, Field(strict=True, ge=0, le=_BIGGEST_SIZE)]
+Count = Annotated[int, Field(strict=True, ge=1, le=_BIGGEST_COUNT)]
+TokenId = Annotated[int, Field(strict=True, ge=0, le=_BIGGEST_COUNT)]
+Dimension = Annotated[int, Field(strict=True, ge=0, le=_BIGGEST_COUNT)]
+Figure = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+Flag = Annotated[bool, Field(strict=True)]
+Name = Annotated[str, Field(min_length=1, max_length=1024)]
+PlainName = Annotated[str, Field(min_length=1, max_length=255, pattern=r"^[^/\\]+$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+RelativePath = Annotated[
+    str,
+    Field(min_length=1, max_length=1024, json_schema_extra={"pattern": _PATH_PATTERN}),
+    AfterValidator(_check_path),
+]
+DType = Literal[
+    "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "int4", "uint4", "bool"
+]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        json_schema_serialization_defaults_required=True,
+    )
+
+
+class FileEntry(_Part):
+    """A file of the bundle."""
+
+    path: RelativePath
+    """Path inside the bundle, with `/`."""
+    size: Size
+    """Bytes."""
+    sha256: Sha256
+    """SHA-256, 64 lower-case hexadecimal digits."""
+
+
+class SourceFile(_Part):
+    """A file of the checkpoint that the bundle was made from."""
+
+    name: RelativePath
+    """Path inside the checkpoint, with `/`."""
+    size: Size
+    """Bytes."""
+    sha256: Sha256
+    """SHA-256, 64 lower-case hexadecimal digits."""
+
+
+class Source(_Part):
+    """The checkpoint that the bundle was made from."""
+
+    name: PlainName
+    """Name of the checkpoint, without a path."""
+    model_type: Name
+    """`model_type` of its config.json."""
+    kind: Literal["pit", "folded", "plain"]
+    """PIT checkpoint, folded checkpoint, or a plain Hugging Face directory."""
+    files: tuple[SourceFile, ...]
+    """Files that were read."""
+    license: Name | None
+    """Licence identifier, where the source states one."""
+
+
+class Precision(_Part):
+    """Number formats of the parts; single tensors may be finer, as `quantization` says."""
+
+    weights: Literal["fp32", "fp16", "int8", "int4"]
+    """The backbone's matrices; the coarsest format where it is mixed."""
+    tables: Literal["fp32", "fp16", "int8", "int4"]
+    """Embedding and head; the coarsest format where it is mixed."""
+    activations: Literal["fp32", "fp16", "int8"]
+    """Inputs of the matrix products."""
+    block_size: Count | None
+    """Weights that share a scale; null where nothing is quantised or a scale covers a whole channel."""
+    symmetric: Flag | None
+    """Whether there are no zero points; null where nothing is quantised."""
+    accuracy_level: Annotated[int, Field(strict=True, ge=0, le=4)] | None
+    """`accuracy_level` of ONNX Runtime's MatMulNBits; null elsewhere."""
+    kv_cache: Literal["fp32", "fp16", "int8"]
+    """Keys and values in the cache."""
+
+
+class Architecture(_Part):
+    """Sizes of the backbone, in the words of config.json."""
+
+    model_type: Name
+    """Architecture of the backbone."""
+    hidden_size: Count
+    """Width of the residual stream."""
+    num_hidden_layers: Count
+    """Layers."""
+    num_attention_heads: Count
+    """Query heads."""
+    num_key_value_heads: Count
+    """Key and value heads."""
+    head_dim: Count
+    """Width of a head."""
+    intermediate_size: Count
+    """Width of the MLP."""
+
+
+class Value(_Part):
+    """An input or output of the graph that is not a state."""
+
+    name: Name
+    """Name in the graph."""
+    dtype: DType
+    """Element type."""
+    shape: tuple[Dimension | Name, ...]
+    """Dimensions; a string is the name of a free one."""
+
+
+class State(_Part):
+    """What is kept from one call to the next."""
+
+    name: Name
+    """Name of the input, or of the state where the runtime keeps it itself."""
+    output: Name | None
+    """Name of the output with its next value; null where the runtime keeps it itself."""
+    dtype: DType
+    """Element type."""
+    shape: tuple[Dimension | Name, ...]
+    """Dimensions; a string is the name of a free one."""
+
+
+class TensorError(_Part):
+    """What quantisation did to one tensor."""
+
+    name: Name
+    """Name of the tensor in the folded checkpoint."""
+    bits: Annotated[int, Field(strict=True, ge=1, le=16)]
+    """Bits of a code."""
+    block_size: Count | None
+    """Weights that share a scale; null for a whole channel."""
+    symmetric: Flag
+    """Whether there are no zero points."""
+    relative_rms: Figure
+    """Root mean square of the error over that of the tensor."""
+    max_abs: Figure
+    """Largest absolute error."""
+
+
+class QuantizationSummary(_Part):
+    """Worst and mean of `quantization`."""
+
+    worst: Name
+    """Name of the tensor with the largest relative error."""
+    worst_relative_rms: Figure
+    """Its relative error."""
+    mean_relative_rms: Figure
+    """Mean of the relative errors over the tensors, each counted once."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[TensorError]) -> QuantizationSummary | None:
+        """The summary of `tensors`; None where there are none."""
+        if not tensors:
+            return None
+        worst = max(tensors, key=lambda t: t.relative_rms)
+        mean = sum(t.relative_rms for t in tensors) / len(tensors)
+        return cls(worst=worst.name, worst_relative_rms=worst.relative_rms, mean_relative_rms=mean)
+
+
+class TokenizedText(_Part):
+    """A text and its token ids."""
+
+    text: str
+    """The text, exactly: nothing is trimmed or normalised."""
+    ids: tuple[TokenId, ...]
+    """Its ids."""
+
+
+class Golden(_Part):
+    """The record of the training-time model that the bundle carries."""
+
+    file: RelativePath
+    """Its main file."""
+    positions: Count
+    """Positions recorded, over all prompts."""
+    prompts: Annotated[tuple[TokenizedText, ...], Field(min_length=1)]
+    """The prompts; their ids are what the model is fed, special tokens included."""
+
+
+class ManifestBody(_Part):
+    """All of a manifest apart from the files of the bundle, which `write_manifest` adds."""
+
+    format: Literal["pit-deploy bundle"] = FORMAT
+    """Always `pit-deploy bundle`."""
+    format_version: Literal[1] = FORMAT_VERSION
+    """Version of this file's format, 1."""
+    created_by: dict[Name, Name]
+    """Versions of the tools, by name."""
+    source: Source
+    """The checkpoint that the bundle was made from."""
+    folds: tuple[Name, ...]
+    """What was folded into the tables, for example `final_norm_gain`, `bridge`, `transform`."""
+    layout: Literal["untied", "shared"]
+    """Two tables, or one table for embedding and head."""
+    runtime: Literal["onnx", "executorch", "coreml"]
+    """The runtime that opens `model_file`."""
+    profile: Name
+    """Setting of the exporter that shaped the graph."""
+    model_file: RelativePath
+    """The file (or .mlpackage folder) that the runtime opens."""
+    precision: Precision
+    """Number formats of the parts."""
+    architecture: Architecture
+    """Sizes of the backbone."""
+    inputs: Annotated[tuple[Value, ...], Field(min_length=1)]
+    """Inputs of the graph, without the states."""
+    outputs: Annotated[tuple[Value, ...], Field(min_length=1)]
+    """Outputs of the graph, without the states and without `hidden_states`."""
+    states: tuple[State, ...]
+    """Keys, values and whatever else lasts from call to call, in the graph's order."""
+    hidden_states: tuple[Name, ...]
+    """Names in the graph: the embedding's output, then one a layer; empty where the graph has no names for
+    them."""
+    logits: Literal["last", "all"]
+    """Logits of the last position only, or of all positions."""
+    vocab_size: Count
+    """Rows of the table, and width of the logits."""
+    tokenizer_length: Count
+    """1 + the tokenizer's largest id; ids from there on are masked inside the graph."""
+    context_length: Count
+    """Tokens that the cache holds."""
+    bos_id: TokenId | None
+    """Id that starts a text; null where the model has none."""
+    end_ids: Annotated[tuple[TokenId, ...], Field(min_length=1)]
+    """Ids that end generation, any of them, in order; the first is the main one."""
+    chat_template: Flag
+    """Whether the bundle carries a chat template."""
+    quantization: tuple[TensorError, ...]
+    """Error of each quantised tensor."""
+    quantization_summary: QuantizationSummary | None
+    """Worst and mean of `quantization`; null where it is empty."""
+    tokenizer_checks: Annotated[tuple[TokenizedText, ...], Field(min_length=1)]
+    """Texts with their ids, encoded without added special tokens, to check a tokenizer on the device."""
+    golden: Golden | None
+    """The record of the training-time model; null where the bundle carries none."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ManifestBody:
+        if self.tokenizer_length > self.vocab_size:
+            fail(
+                "bad_vocabulary",
+                "the tokenizer has ids that the table of {rows} rows (vocab_size) lacks",
+                "tokenizer_length",
+                value=self.tokenizer_length,
+                rows=self.vocab_size,
+            )
+        self._check_ids("bad_end_id", "end_ids", self.end_ids)
+        _check_unique("end_ids", self.end_ids)
+        if self.bos_id is not None:
+            self._check_ids("bad_token_id", "bos_id", (self.bos_id,))
+        for i, check in enumerate(self.tokenizer_checks):
+            self._check_ids("bad_token_id", f"tokenizer_checks.{i}.ids", check.ids)
+        for i, prompt in enumerate(self.golden.prompts if self.golden else ()):
+            self._check_ids("bad_token_id", f"golden.prompts.{i}.ids", prompt.ids)
+        expected = self.architecture.num_hidden_layers + 1
+        if len(self.hidden_states) not in (0, expected):
+            fail(
+                "bad_value",
+                "it should be empty or have {expected} names, one for the embedding and one a layer",
+                "hidden_states",
+                value=list(self.hidden_states),
+                expected=expected,
+            )
+        self._check_summary()
+        return self
+
+    def _check_ids(self, kind: Kind, field: str, ids: Iterable[int]) -> None:
+        for id in ids:
+            if id >= self.tokenizer_length:
+                message = "it should be below the tokenizer's length, {length}"
+                fail(kind, message, field, value=id, length=self.tokenizer_length)
+
+    def _check_summary(self) -> None:
+        summary, names = self.quantization_summary, [t.name for t in self.quantization]
+        if (summary is None) != (not names):
+            message = "it should be null exactly where 'quantization' is empty, and that has {count} tensors"
+            value = summary and summary.model_dump()
+            fail("bad_value", message, "quantization_summary", value=value, count=len(names))
+        if summary is not None and summary.worst not in names:
+            message = "it is not among the tensors of 'quantization'"
+            fail("bad_value", message, "quantization_summary.worst", value=summary.worst)
+        _check_unique("quantization", names)
+
+
+class Manifest(ManifestBody):
+    """A whole manifest."""
+
+    files: Annotated[tuple[FileEntry, ...], Field(min_length=1)]
+    """Every file of the bundle apart from manifest.json, sorted by path."""
+
+    @model_validator(mode="after")
+    def _files_listed(self) -> Manifest:
+        paths = [entry.path for entry in self.files]
+        _check_unique("files", paths)
+        if "manifest.json" in paths:
+            fail("bad_value", "a manifest cannot list itself", "files", value="manifest.json")
+        folder = self.model_file + "/"
+        if not any(path == self.model_file or path.startswith(folder) for path in paths):
+            fail("unlisted_file", "it is not listed in 'files'", "model_file", value=self.model_file)
+        if self.golden and self.golden.file not in paths:
+            fail("unlisted_file", "it is not listed in 'files'", "golden.file", value=self.golden.file)
+        return self
+
+
+def _check_unique(field: str, values: Iterable[str | int]) -> None:
+    seen: set[str | int] = set()
+    for value in values:
+        if value in seen:
+            fail("bad_value", "it is there twice", field, value=value)
+        seen.add(value)
+
+
+def parse_manifest(text: bytes | str, where: Path | str = "manifest.json") -> Manifest:
+    """Read a manifest and raise `BundleError`, one sentence that names `where`, for anything wrong with it.
+
+    Looks at the text alone: the files that it lists are the business of `Bundle.open`.
+    """
+    data = parse_json(text, where)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = (
+            f"'format' is {show(data.get('format'))}" if isinstance(data, dict) else f"it is {_kind(data)}"
+        )
+        raise BundleError(
+            "not_a_bundle",
+            f"{where} is not the manifest of a pit-deploy bundle ({found}, and a manifest is an object whose "
+            f"'format' is '{FORMAT}'); give the folder that pit-deploy export wrote.",
+        )
+    _check_version(data, where)
+    return validate_manifest(data, where)
+
+
+def validate_manifest(data: Mapping[str, Any], where: Path | str) -> Manifest:
+    """The manifest in `data`, as JSON has it; `BundleError` that names `where` for what is wrong."""
+    try:
+        return Manifest.model_validate(data)
+    except ValidationError as error:
+        raise _bundle_error(error, data, where) from None
+
+
+def _check_version(data: Mapping[str, Any], where: Path | str) -> None:
+    if "format_version" not in data:
+        raise BundleError("missing_field", _sentence(where, "the field 'format_version' is missing"))
+    version = data["format_version"]
+    if type(version) is not int:
+        found = f"the field 'format_version' is {show(version)}: it should be an integer"
+        raise BundleError("bad_value", _sentence(where, found))
+    both = f"{where} has format version {show(version)}, and this pit-deploy reads version {FORMAT_VERSION}"
+    if version > FORMAT_VERSION:
+        raise BundleError("newer_version", f"{both}; update pit-deploy: pip install --upgrade pit-deploy")
+    if version < FORMAT_VERSION:
+        raise BundleError("older_version", f"{both}; export the bundle again with this pit-deploy.")
+
+
+def _bundle_error(error: ValidationError, data: Mapping[str, Any], where: Path | str) -> BundleError:
+    """One sentence about the first thing that pydantic found in `data`: field, value, file, what to do."""
+    details = error.errors(include_url=False)
+    first, more = details[0], len(details) - 1
+    context = first.get("ctx", {})
+    field = ".".join(filter(None, [_dotted(first, data), context.get("field")]))
+    kind = cast(Kind, first["type"]) if first["type"] in KINDS else "bad_value"
+    value = show(context.get("value", first["input"]))
+    if first["type"] == "missing":
+        kind, found = "missing_field", f"the field '{field}' is missing"
+    elif first["type"] == "extra_forbidden":
+        kind, found = (
+            "unknown_field",
+            f"format version {FORMAT_VERSION} has no field '{field}' (it is {value})",
+        )
+    else:
+        found = f"the field '{field}' is {value}: " + first["msg"].replace("Input should", "it should")
+    if more:
+        found += f" (and {more} more such problem{'s' if more > 1 else ''})"
+    return BundleError(kind, _sentence(where, found))
+
+
+def _sentence(where: Path | str, found: str) -> str:
+    return f"{where}: {found}; export the bundle again, or fetch it again from where it came."
+
+
+def _dotted(error: ErrorDetails, data: Any) -> str:
+    """The field as in `inputs.0.shape.1`, without the names of a union's branches, which pydantic adds."""
+    parts: list[str] = []
+    for part in error["loc"]:
+        known = (
+            part in data
+            if isinstance(data, dict)
+            else isinstance(data, list | tuple) and isinstance(part, int)
+        )
+        if known:
+            data = data[part]
+        elif error["type"] != "missing":
+            break
+        name = str(part)
+        parts.append(name if re.fullmatch(r"\w{1,64}", name) else show(name).strip("'\""))
+    return ".".join(parts)
+
+
+def show(value: Any) -> str:
+    """A value from a stranger's file, fit for a terminal: escaped and short."""
+    text = repr(value) if isinstance(value, str) else json.dumps(value, default=repr)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _kind(data: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(data), "a number")
+
+
+def parse_json(text: bytes | str, where: Path | str) -> Any:
+    """JSON in UTF-8 without repeated keys, NaN or infinities, of which readers make different things."""
+    advice = "export the bundle again, or fetch it again from where it came."
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise BundleError(
+            "bad_json", f"{where} is not valid JSON at {place} ({error.msg}); {advice}"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise BundleError("bad_json", f"{where} is not UTF-8 at byte {error.start}; {advice}") from None
+    except RecursionError:
+        raise BundleError("bad_json", f"{where} is nested too deeply to be read; {advice}") from None
+    except ValueError as error:
+        reason = str(error).split(";")[0]
+        raise BundleError("bad_json", f"{where} is not usable JSON ({reason}); {advice}") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {show(twice)} is there twice")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def format_manifest(manifest: ManifestBody) -> str:
+    """The text of manifest.json: a line for each field, and for each item where a field lists objects."""
+    lines = []
+    for key, value in manifest.model_dump(mode="json").items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            body = "[\n  " + ",\n  ".join(_dump(item) for item in value) + "\n ]"
+        else:
+            body = _dump(value)
+        lines.append(f" {_dump(key)}: {body}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def manifest_schema() -> dict[str, Any]:
+    """The JSON Schema (2020-12) of manifest.json.
+
+    It says all but the rules between fields, which `Manifest` checks.
+    """
+    # In the mode "serialization" the fields that have a default are required too, as in every written file.
+    schema = Manifest.model_json_schema(mode="serialization")
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"manifest.json of a {FORMAT}, format version {FORMAT_VERSION}",
+    }
+    return head | _plain(schema)
+
+
+def _plain(node: Any, properties: bool = False) -> Any:
+    """A copy without pydantic's titles and defaults, which repeat names and differ between its versions."""
+    if isinstance(node, list):
+        return [_plain(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    dropped = () if properties else ("title", "default")
+    plain = {k: _plain(v, k in ("properties", "$defs")) for k, v in node.items() if k not in dropped}
+    if not properties and "description" in plain:
+        plain["description"] = " ".join(plain["description"].split())
+    return plain
+
+
+def schema_text() -> str:
+    """The schema as it stands in the file `SCHEMA_PATH`; `python -m pit_deploy.manifest` prints it."""
+    return json.dumps(manifest_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    print(schema_text(), end="")

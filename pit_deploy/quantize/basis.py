@@ -1,0 +1,144 @@
+"""The basis in which a shared token table is quantised with least harm (derived in docs/quantization.md).
+
+A folded model of layout `shared` has a table Z [V, d] with orthonormal columns, a head map and an embedding
+map [d, d]: the logits of a normalised state n are `(n @ head_map.T) @ Z.T`, the embedding of a row z is
+`z @ embedding_map`. For any invertible A the table `Z A` with the maps `A⁻¹ head_map` and `A⁻¹ embedding_map`
+is the same model. Rounding the table isn't the same in every A.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pit_deploy.errors import InputError
+from pit_deploy.quantize.tensor import row_chunks
+
+RIDGE = 1e-3
+"""What is added to the diagonal of the states' second moment, relative to its mean: directions that the
+calibration text never shows must keep some weight."""
+
+
+@dataclass(frozen=True, eq=False)
+class Basis:
+    """A change of basis of the shared table: `matrix` A and its `inverse`, float64 [d, d]."""
+
+    matrix: np.ndarray
+    inverse: np.ndarray
+
+
+def quantization_basis(
+    head_map: np.ndarray,
+    embedding_map: np.ndarray,
+    state_second_moment: np.ndarray,
+    *,
+    head_weight: float = 1.0,
+    embedding_weight: float = 1.0,
+    rotation_seed: int | None = 0,
+) -> Basis:
+    """The basis that minimises the expected noise of head and embedding under blockwise rounding.
+
+    `state_second_moment` is E[nᵀ n] over a calibration text, n the normalised state that `head_map` takes.
+    With `C = head_map H^(1/2)` (H is the moment with a ridge of 1e-3 of its mean diagonal) and
+    `D = embedding_map`,
+
+        A = (head_weight C Cᵀ / ‖C‖_*² + embedding_weight D Dᵀ / ‖D‖_*²)^(1/4) R
+
+    up to a scalar that no scaled rounding sees; ‖·‖_* is the nuclear norm, so that a weight of 1 counts either
+    noise relative to the least that a table of its own could have. R is a random rotation from
+    `rotation_seed`; None leaves it out. Raises `InputError` for wrong shapes, numbers that are not finite, a
+    moment that is not positive semidefinite, negative weights, or maps so singular that A has no inverse.
+    """
+    size = head_map.shape[0]
+    for name, array in (
+        ("head_map", head_map),
+        ("embedding_map", embedding_map),
+        ("state_second_moment", state_second_moment),
+    ):
+        _require_square(array, name, size)
+    if head_weight < 0 or embedding_weight < 0 or head_weight + embedding_weight <= 0:
+        raise InputError(
+            f"head_weight {head_weight} and embedding_weight {embedding_weight} must not be negative, and one "
+            f"of them must be positive."
+        )
+    head = noise_factor(head_map, state_second_moment)
+    target = np.zeros((size, size))
+    for weight, factor in ((head_weight, head), (embedding_weight, embedding_map.astype(np.float64))):
+        if weight > 0:
+            target += (weight / _nuclear_norm(factor) ** 2) * (factor @ factor.T)
+    values, vectors = np.linalg.eigh(target)
+    if not values[0] > np.finfo(np.float64).eps * size * values[-1]:
+        raise InputError(
+            f"The quantisation basis is singular: eigenvalues from {values[0]:.3g} to {values[-1]:.3g}; "
+            f"head_map (with head_weight {head_weight}) and embedding_map (with embedding_weight "
+            f"{embedding_weight}) leave directions of the table unused."
+        )
+    rotation = np.eye(size) if rotation_seed is None else random_rotation(size, rotation_seed)
+    quarter = (values / values[-1]) ** 0.25
+    return Basis(
+        matrix=(vectors * quarter) @ (vectors.T @ rotation),
+        inverse=(rotation.T @ vectors / quarter) @ vectors.T,
+    )
+
+
+def noise_factor(head_map: np.ndarray, state_second_moment: np.ndarray) -> np.ndarray:
+    """`C = head_map H^(1/2)` with the ridge on H, float64 [d, d].
+
+    Raises `InputError` where the moment has a clearly negative eigenvalue.
+    """
+    moment = np.asarray(state_second_moment, dtype=np.float64)
+    moment = (moment + moment.T) / 2
+    moment = moment + RIDGE * np.trace(moment) / len(moment) * np.eye(len(moment))
+    values, vectors = np.linalg.eigh(moment)
+    if values[0] < 0 or values[-1] <= 0:
+        raise InputError(
+            f"state_second_moment is not a second moment: its eigenvalues go from {values[0]:.3g} to "
+            f"{values[-1]:.3g} with the ridge, and none may be negative."
+        )
+    return np.asarray(head_map, dtype=np.float64) @ ((vectors * np.sqrt(values)) @ vectors.T)
+
+
+def random_rotation(size: int, seed: int) -> np.ndarray:
+    """A random orthogonal matrix [size, size] from a seeded generator, uniform (Haar) by the signs of R in QR."""
+    gaussian = np.random.Generator(np.random.PCG64(seed)).standard_normal((size, size))
+    q, r = np.linalg.qr(gaussian)
+    return q * np.sign(np.diagonal(r))
+
+
+def apply_basis(
+    table: np.ndarray, head_map: np.ndarray, embedding_map: np.ndarray, basis: Basis
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The table [V, d] and both maps [d, d] in another basis: the same model, as float32.
+
+    The table is multiplied in float64, one chunk of rows at a time. Raises `InputError` where shapes do not
+    fit.
+    """
+    size = basis.matrix.shape[0]
+    if table.ndim != 2 or table.shape[1] != size:
+        raise InputError(f"table is {list(table.shape)}, but the basis needs [vocabulary, {size}].")
+    _require_square(head_map, "head_map", size)
+    _require_square(embedding_map, "embedding_map", size)
+    new_table = np.empty(table.shape, np.float32)
+    for rows in row_chunks(*table.shape):
+        new_table[rows] = table[rows].astype(np.float64) @ basis.matrix
+    return (
+        new_table,
+        (basis.inverse @ head_map.astype(np.float64)).astype(np.float32),
+        (basis.inverse @ embedding_map.astype(np.float64)).astype(np.float32),
+    )
+
+
+def _nuclear_norm(matrix: np.ndarray) -> float:
+    norm = float(np.linalg.svd(matrix, compute_uv=False).sum())
+    if norm == 0:
+        raise InputError("A map of the shared table is all zero; this is no model.")
+    return norm
+
+
+def _require_square(array: np.ndarray, name: str, size: int) -> None:
+    if array.shape != (size, size):
+        raise InputError(f"{name} is {list(array.shape)}; it must be [{size}, {size}] like the other maps.")
+    wrong = int(np.count_nonzero(~np.isfinite(array)))
+    if wrong:
+        raise InputError(f"{name} holds {wrong} numbers that are not finite; no basis follows from it.")
