@@ -1,0 +1,99 @@
+"""What an export is asked for, and what an exporter gives back: the seam between `pit_deploy` and `pit_export`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pit_deploy.architecture import DecoderConfig
+from pit_deploy.errors import InputError
+from pit_deploy.folding import FoldedModel, check_layout
+from pit_deploy.progress import Progress
+from pit_deploy.quantize.plan import PRECISIONS, QuantizationPlan
+
+DEFAULT_CONTEXT = 2048
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of `export`, validated where they are made. None means the exporter's own default."""
+
+    to: str = "onnx"
+    weights: str | None = None
+    """Precision of the backbone's matrices."""
+    tables: str | None = None
+    """Precision of the token tables; one setting governs the embedding and the head of a shared table."""
+    layout: str | None = None
+    context: int | None = None
+    """Tokens the cache can hold; None: 2048, or the model's own limit where that is shorter."""
+    logits: str = "last"
+    profile: str | None = None
+    block_size: int = 32
+    symmetric: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "tables"):
+            value = getattr(self, name)
+            if value is not None and value not in PRECISIONS:
+                raise InputError(f"--{name} {value} is not known; choose one of {', '.join(PRECISIONS)}.")
+        check_layout(self.layout)
+        if self.logits not in ("last", "all"):
+            raise InputError(f"--logits {self.logits} is not known; choose last or all.")
+        if self.context is not None and self.context < 1:
+            raise InputError(f"--context {self.context} holds no token; give at least 1.")
+
+    def context_length(self, config: DecoderConfig) -> int:
+        """The context asked for; raises `InputError` past the positions that the model was trained for."""
+        limit = config.max_position_embeddings
+        if self.context is None:
+            return min(DEFAULT_CONTEXT, limit)
+        if self.context > limit:
+            raise InputError(
+                f"--context {self.context} is more than the model's max_position_embeddings {limit}; give at most "
+                f"{limit}."
+            )
+        return self.context
+
+
+@dataclass
+class Artifact:
+    """What an exporter wrote, in the terms of the manifest (docs/bundle.md)."""
+
+    runtime: str
+    profile: str
+    model_file: str
+    inputs: list[dict[str, Any]]
+    outputs: list[dict[str, Any]]
+    states: list[dict[str, Any]]
+    hidden_states: list[str]
+    precision: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+class Exporter(Protocol):
+    """Registered as an entry point `pit_deploy.exporters`, made without arguments."""
+
+    name: str
+    extra: str
+    """The extra of pit-deploy that it needs."""
+    default_layout: str
+    profiles: tuple[str, ...]
+    """The first is the default."""
+
+    def check(self, config: DecoderConfig, options: ExportOptions) -> None:
+        """Refuse, before any work, what cannot be built."""
+        ...
+
+    def write(
+        self,
+        model: FoldedModel,
+        config: DecoderConfig,
+        options: ExportOptions,
+        plan: QuantizationPlan,
+        tokenizer_length: int,
+        directory: Path,
+        progress: Progress,
+    ) -> Artifact:
+        """Write the artifact's own files into `directory` (empty, temporary). Tensors are read one at a time."""
+        ...

@@ -1,0 +1,71 @@
+"""Which precision each tensor of an export gets, and the record of what that cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pit_deploy.errors import InputError
+from pit_deploy.quantize.options import QuantizationOptions
+from pit_deploy.quantize.round_to_nearest import round_to_nearest
+from pit_deploy.quantize.tensor import QuantizedTensor
+
+PRECISIONS = ("fp32", "fp16", "int8", "int4")
+_BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass
+class QuantizationPlan:
+    """Precision by role: `weights` for the backbone's matrices, `tables` for the embedding and the head.
+
+    An exporter calls `encode` once for each tensor that it stores; the plan quantises it and keeps the error.
+    """
+
+    weights: str
+    tables: str
+    block_size: int = 32
+    symmetric: bool = True
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in (self.weights, self.tables):
+            if name not in PRECISIONS:
+                raise InputError(f"the precision {name} is not known; choose one of {', '.join(PRECISIONS)}.")
+
+    def precision(self, role: str) -> str:
+        """`fp32`, `fp16`, `int8` or `int4` for the role `weights` or `tables`."""
+        return {"weights": self.weights, "tables": self.tables}[role]
+
+    def encode(self, name: str, weight: np.ndarray, role: str) -> np.ndarray | QuantizedTensor:
+        """`weight` [rows, columns] in its precision: float32, float16 or quantised along the columns.
+
+        Raises `InputError` where float16 cannot hold a value.
+        """
+        precision = self.precision(role)
+        if precision == "fp32":
+            return np.ascontiguousarray(weight, np.float32)
+        if precision == "fp16":
+            return to_float16(name, weight)
+        quantized = round_to_nearest(weight, QuantizationOptions(_BITS[precision], self.block_size, self.symmetric))
+        error = quantized.error_against(weight)
+        self.errors.append(
+            {
+                "name": name,
+                "bits": quantized.bits,
+                "block_size": quantized.block_size,
+                "symmetric": quantized.zero_points is None,
+                "relative_rms": error.relative_rms,
+                "max_abs": error.max_abs,
+            }
+        )
+        return quantized
+
+
+def to_float16(name: str, weight: np.ndarray) -> np.ndarray:
+    """float16 of a tensor; raises `InputError` where a value is past the range of float16 (65504)."""
+    largest = float(np.abs(weight).max(initial=0.0))
+    if largest > np.finfo(np.float16).max:
+        raise InputError(f"{name} reaches {largest:.4g}, past float16's 65504; export it with --weights fp32.")
+    return weight.astype(np.float16)
