@@ -44,6 +44,7 @@ CARRIED = (
     "merges.txt",
     "tokenizer.model",
 )
+_CHECKPOINT = re.compile(r"config\.json|.*\.safetensors|.*\.gguf|pytorch_model.*\.bin")
 _LEGAL = re.compile(r"(licen[sc]e|notice)", re.IGNORECASE)
 
 
@@ -169,14 +170,12 @@ def _read_manifest(path: Path) -> bytes:
 
 def _what_instead(path: Path) -> str:
     names = sorted(p.name for p in path.iterdir())
-    weights = [
-        n for n in names if n.endswith((".safetensors", ".gguf")) or re.match(r"pytorch_model.*\.bin", n)
-    ]
-    if weights:
-        found = ", ".join(weights[:3])
-        return (
-            f"{path} is a checkpoint ({found}), not a bundle; export it first: pit-deploy export {path} OUT"
-        )
+    exported = any(name.endswith((".onnx", ".pte", ".mlpackage")) for name in names)
+    marks = [n for n in names if n != "golden.safetensors" and _CHECKPOINT.fullmatch(n)]
+    if marks and not exported:
+        found = ", ".join(marks[:3])
+        advice = f"export it first: pit-deploy export {path} OUT --to onnx"
+        return f"{path} is a checkpoint ({found}), not a bundle; {advice}"
     found = ", ".join(show(n) for n in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return (
         f"{path} has no manifest.json (it holds {found or 'nothing'}); "
@@ -257,7 +256,8 @@ def write_manifest(directory: Path | str, body: ManifestBody) -> Manifest:
     `BundleError` and writes nothing where the folder holds links, or the files don't agree with `body`.
     """
     directory = Path(directory)
-    paths = sorted(_walk(directory) - {MANIFEST})
+    left = f".{MANIFEST}."  # what a killed run of this function leaves; `atomic_output` removes it
+    paths = sorted(path for path in _walk(directory) if path != MANIFEST and not path.startswith(left))
     for path in paths:
         if (directory / path).is_symlink():
             raise BundleError(
@@ -269,7 +269,7 @@ def write_manifest(directory: Path | str, body: ManifestBody) -> Manifest:
     ]
     manifest = validate_manifest(body.model_dump(mode="json") | {"files": files}, directory / MANIFEST)
     with atomic_output(directory / MANIFEST, overwrite=True, directory=False) as partial:
-        partial.write_text(format_manifest(manifest), encoding="utf-8")
+        partial.write_bytes(format_manifest(manifest).encode())
     return manifest
 
 

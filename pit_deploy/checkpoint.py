@@ -206,10 +206,11 @@ class Checkpoint:
         raise InputError(f"{self.path}: no token table is there; looked for {', '.join(keys)}.")
 
 
-def open_checkpoint(source: str | Path, *, progress_note: bool = True) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, weights: bool = True) -> Checkpoint:
     """Open a Hugging Face directory, a .gguf file or a hub id ("owner/name").
 
-    Weights are not read. Raises `InputError` for anything that is not a usable checkpoint.
+    Weights are not read; with `weights` false a directory may also hold none. Raises `InputError` for anything
+    that is not a usable checkpoint.
     """
     path = Path(source)
     if path.is_file() and path.suffix == ".gguf":
@@ -217,7 +218,7 @@ def open_checkpoint(source: str | Path, *, progress_note: bool = True) -> Checkp
     if path.is_file():
         raise InputError(f"{path} is a file; a checkpoint is a directory with config.json, or a .gguf file.")
     if path.is_dir():
-        return _open_directory(path, path.resolve().name)
+        return _open_directory(path, path.resolve().name, weights=weights)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not str(source).startswith("."):
         return _open_directory(_download(str(source)), str(source))
     raise InputError(f"{source} does not exist; give a checkpoint directory, a .gguf file or a hub id owner/name.")
@@ -285,7 +286,7 @@ def write_safetensors(directory: Path, tensors: Iterable[tuple[str, torch.Tensor
     return total
 
 
-def _open_directory(path: Path, name: str) -> Checkpoint:
+def _open_directory(path: Path, name: str, *, weights: bool = True) -> Checkpoint:
     if not (path / "config.json").is_file():
         found = sorted(p.name for p in path.iterdir())[:5]
         raise InputError(
@@ -295,10 +296,14 @@ def _open_directory(path: Path, name: str) -> Checkpoint:
     if not isinstance(config.get("model_type"), str):
         raise InputError(f"{path / 'config.json'}: model_type is missing; add it, for example \"llama\".")
     _check_own_version(path, config)
-    checkpoint = Checkpoint(path, name, config, _index(path))
+    checkpoint = Checkpoint(path, name, config, _index(path) if weights or _has_weights(path) else {})
     if "auto_map" in config and checkpoint.model_type not in FAMILIES:
         checkpoint.note("the checkpoint asks for its own Python code (auto_map), which is never run")
     return checkpoint
+
+
+def _has_weights(path: Path) -> bool:
+    return any(path.glob("*.safetensors*")) or any(path.glob("*.bin"))
 
 
 def _check_own_version(path: Path, config: dict[str, Any]) -> None:

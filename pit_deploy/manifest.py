@@ -453,10 +453,15 @@ def _bundle_error(error: ValidationError, data: Mapping[str, Any], where: Path |
             f"format version {FORMAT_VERSION} has no field '{field}' (it is {value})",
         )
     else:
-        found = f"the field '{field}' is {value}: " + first["msg"].replace("Input should", "it should")
+        found = f"the field '{field}' is {value}: " + _reason(first["msg"])
     if more:
         found += f" (and {more} more such problem{'s' if more > 1 else ''})"
     return BundleError(kind, _sentence(where, found))
+
+
+def _reason(message: str) -> str:
+    message = re.sub(r"^(Input|Tuple|String|Dictionary|Value) should", "it should", message)
+    return message.replace(" after validation", "")
 
 
 def _sentence(where: Path | str, found: str) -> str:
@@ -498,12 +503,17 @@ def parse_json(text: bytes | str, where: Path | str) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
-        return json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        data = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        json.dumps(data, ensure_ascii=False).encode()  # finds halves of surrogate pairs
+        return data
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise BundleError(
             "bad_json", f"{where} is not valid JSON at {place} ({error.msg}); {advice}"
         ) from None
+    except UnicodeEncodeError:
+        reason = "an escape in it is half a surrogate pair, which is no character"
+        raise BundleError("bad_json", f"{where} is not usable JSON ({reason}); {advice}") from None
     except UnicodeDecodeError as error:
         raise BundleError("bad_json", f"{where} is not UTF-8 at byte {error.start}; {advice}") from None
     except RecursionError:

@@ -7,7 +7,7 @@ counter-based generator (Philox 4x32-10) and everything after the logits is floa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -56,12 +56,12 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature, self.temperature >= 0, "0 (greedy) or more")
+        _check_real("temperature", self.temperature, lambda value: value >= 0, "of 0 (greedy) or more")
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
-            raise InputError(f"top_k must be a whole number, 0 (off) or more, but is {self.top_k!r}.")
-        _check_real("top_p", self.top_p, 0 <= self.top_p <= 1, "between 0 and 1 (off)")
-        _check_real("min_p", self.min_p, 0 <= self.min_p <= 1, "between 0 (off) and 1")
-        _check_real("repetition_penalty", self.repetition_penalty, self.repetition_penalty > 0, "above 0")
+            raise InputError(f"top_k must be a whole number of 0 (off) or more, but is {self.top_k!r}.")
+        _check_real("top_p", self.top_p, lambda value: 0 <= value <= 1, "from 0 to 1 (off)")
+        _check_real("min_p", self.min_p, lambda value: 0 <= value <= 1, "from 0 (off) to 1")
+        _check_real("repetition_penalty", self.repetition_penalty, lambda value: value > 0, "above 0")
         _check_u64("seed", self.seed)
 
     @classmethod
@@ -172,7 +172,10 @@ def _top_k(scores: np.ndarray, options: SamplingOptions) -> np.ndarray | None:
 
 
 def _top_p(scores: np.ndarray, options: SamplingOptions) -> np.ndarray | None:
-    """Remove from the least probable upwards while the sum of what is removed is at most 1 - top_p."""
+    """Remove from the end of the order of drawing while the sum of what is removed is at most 1 - top_p.
+
+    transformers removes as many; which of equal ids its sort removes differs from machine to machine.
+    """
     if options.top_p >= 1:
         return None
     share = np.exp(scores)
@@ -185,9 +188,9 @@ def _top_p(scores: np.ndarray, options: SamplingOptions) -> np.ndarray | None:
         below = float(share[~head].sum())
         if below < 1 - options.top_p - 1e-9:
             considered, removed = np.flatnonzero(head), below
-    ascending = considered[np.argsort(scores[considered], kind="stable")]
-    kept[ascending] = removed + np.cumsum(share[ascending]) > 1 - options.top_p
-    kept[ascending[-1]] = True
+    backwards = considered[np.argsort(-scores[considered], kind="stable")[::-1]]
+    kept[backwards] = removed + np.cumsum(share[backwards]) > 1 - options.top_p
+    kept[backwards[-1]] = True
     return kept
 
 
@@ -212,8 +215,9 @@ def _not_finite(scores: np.ndarray) -> InputError:
     )
 
 
-def _check_real(name: str, value: Any, allowed: bool, range_text: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or not allowed:
+def _check_real(name: str, value: Any, allowed: Callable[[float], bool], range_text: str) -> None:
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not allowed(value):
         raise InputError(f"{name} must be a finite number {range_text}, but is {value!r}.")
 
 

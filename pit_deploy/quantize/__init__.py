@@ -1,6 +1,6 @@
 """Quantise once, emit everywhere: `QuantizedTensor`, the quantisers and the quantisation basis."""
 
-from pit_deploy.quantize.basis import Basis, apply_basis, quantization_basis
+from pit_deploy.quantize.basis import Basis, apply_basis, quantization_basis, token_second_moment
 from pit_deploy.quantize.calibration import calibration_text, evaluation_text, read_calibration
 from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.round_to_nearest import round_to_nearest
@@ -17,4 +17,5 @@ __all__ = [
     "quantization_basis",
     "read_calibration",
     "round_to_nearest",
+    "token_second_moment",
 ]

@@ -19,6 +19,9 @@ RIDGE = 1e-3
 """What is added to the diagonal of the states' second moment, relative to its mean: directions that the
 calibration text never shows must keep some weight."""
 
+UNIFORM_SHARE = 0.25
+"""The default share of the row weights that is spread evenly over the vocabulary."""
+
 
 @dataclass(frozen=True, eq=False)
 class Basis:
@@ -36,6 +39,7 @@ def quantization_basis(
     head_weight: float = 1.0,
     embedding_weight: float = 1.0,
     rotation_seed: int | None = 0,
+    row_second_moment: np.ndarray | None = None,
 ) -> Basis:
     """The basis that minimises the expected noise of head and embedding under blockwise rounding.
 
@@ -45,9 +49,15 @@ def quantization_basis(
 
         A = (head_weight C Cᵀ / ‖C‖_*² + embedding_weight D Dᵀ / ‖D‖_*²)^(1/4) R
 
-    up to a scalar that no scaled rounding sees; ‖·‖_* is the nuclear norm, so that a weight of 1 counts either
+    up to a scalar that no rounding with scales sees; ‖·‖_* is the nuclear norm, so that a weight of 1 counts each
     noise relative to the least that a table of its own could have. R is a random rotation from
-    `rotation_seed`; None leaves it out. Raises `InputError` for wrong shapes, numbers that are not finite, a
+    `rotation_seed`; None leaves it out.
+
+    `row_second_moment` is G = E[zᵀ z] over the table's rows by how much they matter, from `token_second_moment`;
+    None counts all rows alike (G is then a multiple of the identity). With it C and D become G^(1/2) C and
+    G^(1/2) D above, and A is multiplied by G^(-1/2) from the left.
+
+    Raises `InputError` for wrong shapes, numbers that are not finite, a
     moment that is not positive semidefinite, negative weights, or maps so singular that A has no inverse.
     """
     size = head_map.shape[0]
@@ -57,15 +67,17 @@ def quantization_basis(
         ("state_second_moment", state_second_moment),
     ):
         _require_square(array, name, size)
-    if head_weight < 0 or embedding_weight < 0 or head_weight + embedding_weight <= 0:
+    if not (min(head_weight, embedding_weight) >= 0 and 0 < head_weight + embedding_weight < np.inf):
         raise InputError(
-            f"head_weight {head_weight} and embedding_weight {embedding_weight} must not be negative, and one "
-            f"of them must be positive."
+            f"head_weight {head_weight} and embedding_weight {embedding_weight} must be finite, not negative "
+            f"and not both zero."
         )
+    rows_root, rows_root_inverse = _row_roots(row_second_moment, size)
     head = noise_factor(head_map, state_second_moment)
     target = np.zeros((size, size))
     for weight, factor in ((head_weight, head), (embedding_weight, embedding_map.astype(np.float64))):
         if weight > 0:
+            factor = rows_root @ factor
             target += (weight / _nuclear_norm(factor) ** 2) * (factor @ factor.T)
     values, vectors = np.linalg.eigh(target)
     if not values[0] > np.finfo(np.float64).eps * size * values[-1]:
@@ -77,9 +89,34 @@ def quantization_basis(
     rotation = np.eye(size) if rotation_seed is None else random_rotation(size, rotation_seed)
     quarter = (values / values[-1]) ** 0.25
     return Basis(
-        matrix=(vectors * quarter) @ (vectors.T @ rotation),
-        inverse=(rotation.T @ vectors / quarter) @ vectors.T,
+        matrix=rows_root_inverse @ (vectors * quarter) @ (vectors.T @ rotation),
+        inverse=(rotation.T @ vectors / quarter) @ vectors.T @ rows_root,
     )
+
+
+def token_second_moment(
+    table: np.ndarray, probabilities: np.ndarray, *, uniform_share: float = UNIFORM_SHARE
+) -> np.ndarray:
+    """The second moment of the rows of `table` [V, d] by how much they matter, float64 [d, d].
+
+    `probabilities` [V] is the model's mean next-token distribution over a calibration text (it is normalised
+    here). `uniform_share` of the weight is spread evenly over the vocabulary, so that tokens the text never
+    calls for keep their precision. Raises `InputError` for another length, negative or not finite numbers, or
+    a share outside 0 to 1.
+    """
+    weights = np.asarray(probabilities, dtype=np.float64)
+    if table.ndim != 2 or weights.shape != table.shape[:1]:
+        raise InputError(f"probabilities is {list(weights.shape)}, but table is {list(table.shape)}.")
+    if not 0 <= uniform_share <= 1:
+        raise InputError(f"uniform_share is {uniform_share}; it must be between 0 and 1.")
+    if not (weights.min() >= 0 and 0 < weights.sum() < np.inf):
+        raise InputError("probabilities must be finite, not negative and not all zero.")
+    weights = (1 - uniform_share) * weights / weights.sum() + uniform_share / len(weights)
+    moment = np.zeros((table.shape[1], table.shape[1]))
+    for rows in row_chunks(*table.shape):
+        part = table[rows].astype(np.float64)
+        moment += (part * weights[rows, None]).T @ part
+    return moment
 
 
 def noise_factor(head_map: np.ndarray, state_second_moment: np.ndarray) -> np.ndarray:
@@ -100,10 +137,10 @@ def noise_factor(head_map: np.ndarray, state_second_moment: np.ndarray) -> np.nd
 
 
 def random_rotation(size: int, seed: int) -> np.ndarray:
-    """A random orthogonal matrix [size, size] from a seeded generator, uniform (Haar) by the signs of R in QR."""
+    """A random orthogonal matrix [size, size] from a seeded generator; uniform (Haar)."""
     gaussian = np.random.Generator(np.random.PCG64(seed)).standard_normal((size, size))
     q, r = np.linalg.qr(gaussian)
-    return q * np.sign(np.diagonal(r))
+    return q * np.sign(np.diagonal(r))  # the signs make the distribution uniform
 
 
 def apply_basis(
@@ -127,6 +164,21 @@ def apply_basis(
         (basis.inverse @ head_map.astype(np.float64)).astype(np.float32),
         (basis.inverse @ embedding_map.astype(np.float64)).astype(np.float32),
     )
+
+
+def _row_roots(row_second_moment: np.ndarray | None, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """G^(1/2) and G^(-1/2), for G with mean eigenvalue 1: its scale has no part in the basis."""
+    if row_second_moment is None:
+        return np.eye(size), np.eye(size)
+    _require_square(row_second_moment, "row_second_moment", size)
+    values, vectors = np.linalg.eigh((row_second_moment + row_second_moment.T) / 2)
+    if not values[0] > np.finfo(np.float64).eps * size * values[-1]:
+        raise InputError(
+            f"row_second_moment has eigenvalues from {values[0]:.3g} to {values[-1]:.3g}; all must be positive. "
+            f"Give token_second_moment a larger uniform_share."
+        )
+    roots = np.sqrt(values / values.mean())
+    return (vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T
 
 
 def _nuclear_norm(matrix: np.ndarray) -> float:

@@ -31,13 +31,13 @@ class QuantizationOptions:
             raise InputError(f"bits is {self.bits}; quantisation supports 4 and 8.")
         if self.block_size is not None and not is_block_size(self.block_size):
             raise InputError(
-                f"block_size is {self.block_size}; it must be a power of two of at least {MIN_BLOCK_SIZE}, or "
-                f"None for one scale a row."
+                f"block_size is {self.block_size}; it must be a power of two of at least {MIN_BLOCK_SIZE}, "
+                f"or None for one scale a row."
             )
         if self.positive_scales and not self.symmetric:
             raise InputError(
-                "positive_scales=True does not go with symmetric=False: asymmetric scales are positive anyway; "
-                "drop positive_scales."
+                "positive_scales=True does not go with symmetric=False: asymmetric scales are positive "
+                "anyway; drop positive_scales."
             )
 
     def block_size_for(self, columns: int) -> int:

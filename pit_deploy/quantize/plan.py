@@ -48,7 +48,9 @@ class QuantizationPlan:
             return np.ascontiguousarray(weight, np.float32)
         if precision == "fp16":
             return to_float16(name, weight)
-        quantized = round_to_nearest(weight, QuantizationOptions(_BITS[precision], self.block_size, self.symmetric))
+        quantized = round_to_nearest(
+            weight, QuantizationOptions(_BITS[precision], self.block_size, self.symmetric)
+        )
         error = quantized.error_against(weight)
         self.errors.append(
             {
@@ -67,5 +69,7 @@ def to_float16(name: str, weight: np.ndarray) -> np.ndarray:
     """float16 of a tensor; raises `InputError` where a value is past the range of float16 (65504)."""
     largest = float(np.abs(weight).max(initial=0.0))
     if largest > np.finfo(np.float16).max:
-        raise InputError(f"{name} reaches {largest:.4g}, past float16's 65504; export it with --weights fp32.")
+        raise InputError(
+            f"{name} reaches {largest:.4g}, past float16's 65504; export it with --weights fp32."
+        )
     return weight.astype(np.float16)

@@ -119,7 +119,7 @@ class QuantizedTensor:
         return _pack_nibbles(self.zero_points)
 
     def error_against(self, weight: np.ndarray) -> QuantizationError:
-        """Compare with the float matrix `weight` [rows, columns]; sums in float64, one chunk of rows at a time.
+        """Compare with the float matrix `weight` [rows, columns]; sums in float64, by chunks of rows.
 
         Raises `InputError` for another shape, or where the tensor has no rows.
         """
@@ -168,8 +168,8 @@ class QuantizedTensor:
             raise InputError(f"columns is {self.columns}; a quantised matrix has at least one.")
         if self.block_size != self.columns and not is_block_size(self.block_size):
             raise InputError(
-                f"block_size {self.block_size} does not go with columns {self.columns}: it must be a power of "
-                f"two of at least {MIN_BLOCK_SIZE}, or equal to columns."
+                f"block_size {self.block_size} does not go with columns {self.columns}: it must be a power "
+                f"of two of at least {MIN_BLOCK_SIZE}, or equal to columns."
             )
 
     def _check_arrays(self) -> None:
@@ -178,8 +178,8 @@ class QuantizedTensor:
         rows, padded = self.codes.shape
         if padded != self.blocks * self.block_size:
             raise InputError(
-                f"codes has {padded} columns, but columns {self.columns} and block_size {self.block_size} make "
-                f"{self.blocks * self.block_size} with the padding."
+                f"codes has {padded} columns, but columns {self.columns} and block_size {self.block_size} "
+                f"make {self.blocks * self.block_size} with the padding."
             )
         expected = (rows, self.blocks)
         if self.scales.dtype != np.float32 or self.scales.shape != expected:
@@ -213,7 +213,7 @@ def row_chunks(rows: int, columns: int) -> Iterator[slice]:
 
 
 def require_finite(array: np.ndarray, name: str) -> None:
-    """Raise `InputError` with the count and the first position of the numbers in `array` that are not finite."""
+    """Raise `InputError` with the count and the first position of what is not finite in `array`."""
     wrong = ~np.isfinite(array)
     count = int(np.count_nonzero(wrong))
     if count == 0:
