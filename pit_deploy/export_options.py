@@ -78,6 +78,10 @@ class Exporter(Protocol):
     extra: str
     """The extra of pit-deploy that it needs."""
     default_layout: str
+    default_precision: str
+    """Of weights and tables."""
+    writes_bundle: bool
+    """False: the target is a checkpoint directory, complete as `write` leaves it."""
     profiles: tuple[str, ...]
     """The first is the default."""
 
@@ -96,4 +100,8 @@ class Exporter(Protocol):
         progress: Progress,
     ) -> Artifact:
         """Write the artifact's own files into `directory` (empty, temporary). Tensors are read one at a time."""
+        ...
+
+    def finish(self, directory: Path, config: DecoderConfig, *, context_length: int, bos_id: int | None, end_ids: list[int]) -> None:
+        """Add what needs the tokenizer's files, which lie in `directory` by now. Bundles only."""
         ...

@@ -177,39 +177,52 @@ def fold_checkpoint(checkpoint: Checkpoint, layout: str, *, progress: Progress =
 
 def separate(tables: SharedTable) -> UntiedTables:
     """The two tables that a shared one stands for."""
-    head = _times(tables.table, None if tables.head_map is None else tables.head_map.T)
-    return UntiedTables(_times(tables.table, tables.embedding_map), head)
+    return UntiedTables(_times(tables.table, tables.embedding_map), _times(tables.table, tables.head_map))
 
 
 def write_folded(model: FoldedModel, out: str | Path, *, dtype: str = "float32", overwrite: bool = False, progress: Progress = silent) -> None:
-    """Write a folded checkpoint; `dtype` is that of every tensor but the maps of a shared table (float32)."""
+    """Write a folded checkpoint to a new directory; see `write_folded_into`."""
+    check_room(out, model.source.total_bytes + 4 * model.vocab_size * model.config["hidden_size"])
+    with atomic_output(out, overwrite=overwrite) as partial:
+        write_folded_into(model, partial, dtype=dtype, progress=progress)
+
+
+def write_folded_into(model: FoldedModel, directory: Path, *, dtype: str = "float32", progress: Progress = silent) -> None:
+    """Write weights, config and companions; `dtype` is that of every tensor but a shared table's maps (float32).
+
+    Raises `InputError` where float16 cannot hold a value.
+    """
     import torch
 
     if dtype not in ("float32", "float16", "bfloat16"):
         raise InputError(f"--dtype {dtype} is not known; choose float32, float16 or bfloat16.")
     target: torch.dtype = getattr(torch, dtype)
     tables, names = model.tables, model.tensor_names()
-    check_room(out, model.source.total_bytes + 4 * model.vocab_size * model.config["hidden_size"])
+
+    def cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        result = tensor.to(target)
+        if not bool(torch.isfinite(result).all()):
+            largest = float(tensor.abs().max())
+            raise InputError(f"{name} reaches {largest:.4g}, which is not a finite {dtype}; choose float32.")
+        return result
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for done, name in enumerate(names):
             progress("write", done, len(names) + 2)
             stored = model.overrides.get(name)
-            tensor = torch.from_numpy(np.ascontiguousarray(stored)) if stored is not None else model.source.read_torch(name)
-            yield name, tensor.to(target)
+            yield name, cast(name, model.source.read_torch(name) if stored is None else torch.from_numpy(stored))
         if isinstance(tables, UntiedTables):
-            yield "model.embed_tokens.weight", torch.from_numpy(tables.embedding).to(target)
-            yield "lm_head.weight", torch.from_numpy(tables.head).to(target)
+            yield "model.embed_tokens.weight", cast("the embedding", torch.from_numpy(tables.embedding))
+            yield "lm_head.weight", cast("the head", torch.from_numpy(tables.head))
         else:
+            yield "pit.table", cast("the table", torch.from_numpy(tables.table))
             identity = np.eye(tables.table.shape[1])
-            yield "pit.table", torch.from_numpy(tables.table).to(target)
             for key, value in (("head_map", tables.head_map), ("embedding_map", tables.embedding_map)):
                 yield f"pit.{key}", torch.from_numpy(identity if value is None else value).to(torch.float32)
 
-    with atomic_output(out, overwrite=overwrite) as partial:
-        write_safetensors(partial, tensors())
-        write_json(partial / "config.json", _folded_config(model, dtype))
-        copy_companions(model.source.path, partial)
+    write_safetensors(directory, tensors())
+    write_json(directory / "config.json", _folded_config(model, dtype))
+    copy_companions(model.source.path, directory)
     progress("write", len(names) + 2, len(names) + 2)
 
 

@@ -238,3 +238,12 @@ def test_a_large_vocabulary_means_the_same(spread: float, fields: dict[str, Any]
     for step in range(20):
         drawn = ids[np.searchsorted(cumulative, uniform(8, step) * cumulative[-1], side="right")]
         assert sample(logits, options, step) == drawn
+
+
+@pytest.mark.parametrize("size", [4, 8192])
+def test_a_draw_on_a_border_takes_the_next_id(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """The running sum must exceed u * total; equal weights of a power of two make the borders exact."""
+    options = SamplingOptions(temperature=1.0)
+    for u, want in ((0.0, 0), (0.25, size // 4), (0.5, size // 2), (1 - 2**-53, size - 1)):
+        monkeypatch.setattr("pit_deploy.sampling.uniform", lambda seed, step, u=u: u)
+        assert sample(np.zeros(size), options, 0) == want

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,21 +13,21 @@ from pit_export.onnx_weights import ByteRange, WeightsFile
 
 CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
-INLINE_BELOW = 1024
-"""Tensors of fewer bytes stay in the graph file."""
 _IR_VERSIONS = {21: 10, 23: 11}
+
+Stored = ByteRange | np.ndarray
+"""Bytes of a tensor: a range of the data file, or a small array that goes into the graph file."""
 
 
 class GraphBuilder:
     """Nodes in the order of their making, and initializers in `weights` or, where they are small, inline."""
 
-    def __init__(self, opset: int, weights: WeightsFile, *, inline_below: int = INLINE_BELOW) -> None:
-        self.opset, self._weights, self._inline_below = opset, weights, inline_below
+    def __init__(self, weights: WeightsFile, *, inline_below: int) -> None:
+        self._weights, self._inline_below = weights, inline_below
         self._inputs: list[ir.Value] = []
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
         self._initializers: dict[str, ir.Value] = {}
-        self._ranges: dict[str, ByteRange] = {}
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
         """An input of the graph; a string in `shape` names a free dimension."""
@@ -69,41 +68,49 @@ class GraphBuilder:
         self._nodes.append(ir.node(op_type, inputs, attributes, domain=domain, outputs=values, name=name))
         return values
 
-    def weight(
-        self, name: str, array: np.ndarray, *, dtype: ir.DataType | None = None, shape: Sequence[int] | None = None
-    ) -> ir.Value:
-        """An initializer, written now; `array` may be dropped after it.
-
-        `dtype` and `shape` say what the bytes of `array` mean where that is not the array's own: 4-bit
-        elements lie two in a byte of a uint8 array, the first in the low half.
-        """
+    def store(self, array: np.ndarray) -> Stored:
+        """Write the bytes of `array` now, or keep a small one for the graph file; `array` may be dropped."""
         array = np.ascontiguousarray(array)
-        dtype = dtype or ir.DataType.from_numpy(array.dtype)
-        shape = array.shape if shape is None else shape
-        if array.nbytes < self._inline_below:
-            return self._add(name, _inline(name, array, dtype, shape))
-        self._ranges[name] = self._weights.append(array)
-        return self._add(name, self._external(name, self._ranges[name], dtype, shape))
+        return array if array.nbytes < self._inline_below else self._weights.append(array)
 
-    def view(
-        self, name: str, of: ir.Value, shape: Sequence[int], dtype: ir.DataType | None = None
+    def initializer(
+        self, name: str, stored: Stored, dtype: ir.DataType, shape: Sequence[int]
     ) -> ir.Value:
-        """A second initializer over the same bytes of the data file, with another shape or type.
+        """A name, type and shape for stored bytes, which may get several.
 
-        A Reshape node would do for the arithmetic, but runtimes fold it into a second copy at load.
+        4-bit elements lie two in a byte, the first in the low half. (Two initializers over the same bytes
+        cost nothing; a Reshape node would be folded by the runtime into a second copy.)
         """
-        assert of.name is not None and of.const_value is not None
-        dtype = dtype or of.const_value.dtype
-        if of.name in self._ranges:
-            return self._add(name, self._external(name, self._ranges[of.name], dtype, shape))
-        raw = np.frombuffer(of.const_value.tobytes(), np.uint8)
-        if dtype.bitwidth >= 8:
-            raw = raw.view(dtype.numpy()).reshape(shape)
-        return self._add(name, _inline(name, raw, dtype, shape))
+        assert name not in self._initializers, f"the initializer {name} is made twice"
+        if isinstance(stored, ByteRange):
+            path = self._weights.path
+            tensor: ir.TensorProtocol = ir.ExternalTensor(
+                path.name, stored.offset, stored.length, dtype, shape=ir.Shape(shape), name=name, base_dir=path.parent
+            )
+        elif dtype.bitwidth < 8:
+            tensor = ir.PackedTensor(stored.reshape(-1), dtype, shape=ir.Shape(shape), name=name)
+        else:
+            tensor = ir.Tensor(stored.reshape(-1).view(dtype.numpy()).reshape(shape), dtype, name=name)
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=tensor.shape, const_value=tensor)
+        self._initializers[name] = value
+        return value
+
+    def weight(self, name: str, array: np.ndarray) -> ir.Value:
+        """An initializer with the type and shape of `array`."""
+        return self.initializer(name, self.store(array), ir.DataType.from_numpy(array.dtype), array.shape)
+
+    def cut(self, x: ir.Value, end: int, axis: int, output: str) -> ir.Value:
+        """The first `end` elements of an axis (what is left of padded columns), named `output`."""
+        bounds = [self.integers(0), self.integers(end), self.integers(axis)]
+        return self.op("Slice", [x, *bounds], output)
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
         """A small initializer that several nodes share: made at the first call, found again by its name."""
-        return self._initializers.get(name) or self.weight(name, array)
+        return self.find(name) or self.weight(name, array)
+
+    def find(self, name: str) -> ir.Value | None:
+        """The initializer of this name, where it was made."""
+        return self._initializers.get(name)
 
     def integers(self, *values: int) -> ir.Value:
         """A shared int64 vector of these values (shapes, axes, indices)."""
@@ -113,40 +120,22 @@ class GraphBuilder:
         """A shared scalar."""
         return self.constant(f"scalar.{np.dtype(dtype).name}.{value}", np.array(value, dtype))
 
-    def model(self, name: str) -> ir.Model:
-        """The finished model."""
+    def model(self, name: str, opset: int) -> ir.Model:
+        """The finished model, in a version of the standard's operators."""
         graph = ir.Graph(
             self._inputs,
             self._outputs,
             nodes=self._nodes,
             initializers=list(self._initializers.values()),
-            opset_imports={"": self.opset} | self._contrib_import(),
+            opset_imports={"": opset} | self._contrib_import(),
             name=name,
         )
         return ir.Model(
             graph,
-            ir_version=_IR_VERSIONS[self.opset],
+            ir_version=_IR_VERSIONS[opset],
             producer_name="pit-deploy",
             producer_version=version("pit-deploy"),
         )
 
     def _contrib_import(self) -> dict[str, int]:
         return {CONTRIB: 1} if any(node.domain == CONTRIB for node in self._nodes) else {}
-
-    def _external(self, name: str, place: ByteRange, dtype: ir.DataType, shape: Sequence[int]) -> ir.ExternalTensor:
-        path: Path = self._weights.path
-        return ir.ExternalTensor(
-            path.name, place.offset, place.length, dtype, shape=ir.Shape(shape), name=name, base_dir=path.parent
-        )
-
-    def _add(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
-        assert name not in self._initializers, f"the initializer {name} is made twice"
-        value = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=tensor.shape, const_value=tensor)
-        self._initializers[name] = value
-        return value
-
-
-def _inline(name: str, array: np.ndarray, dtype: ir.DataType, shape: Sequence[int]) -> ir.TensorProtocol:
-    if dtype.bitwidth < 8:
-        return ir.PackedTensor(array.reshape(-1), dtype, shape=ir.Shape(shape), name=name)
-    return ir.Tensor(array.reshape(shape), dtype, name=name)

@@ -37,7 +37,7 @@ def quantization_basis(
     state_second_moment: np.ndarray,
     *,
     head_weight: float = 1.0,
-    embedding_weight: float = 1.0,
+    embedding_weight: float = 0.3,
     rotation_seed: int | None = 0,
     row_second_moment: np.ndarray | None = None,
 ) -> Basis:
@@ -49,13 +49,13 @@ def quantization_basis(
 
         A = (head_weight C Cᵀ / ‖C‖_*² + embedding_weight D Dᵀ / ‖D‖_*²)^(1/4) R
 
-    up to a scalar that no rounding with scales sees; ‖·‖_* is the nuclear norm, so that a weight of 1 counts each
-    noise relative to the least that a table of its own could have. R is a random rotation from
+    up to a scalar that no rounding with scales sees; ‖·‖_* is the nuclear norm, so that a weight of 1 counts
+    each noise relative to the least that a table of its own could have. R is a random rotation from
     `rotation_seed`; None leaves it out.
 
-    `row_second_moment` is G = E[zᵀ z] over the table's rows by how much they matter, from `token_second_moment`;
-    None counts all rows alike (G is then a multiple of the identity). With it C and D become G^(1/2) C and
-    G^(1/2) D above, and A is multiplied by G^(-1/2) from the left.
+    `row_second_moment` is G = E[zᵀ z] over the table's rows by how much they matter, as `token_second_moment`
+    gives it; None counts all rows alike (G is then a multiple of the identity). With it C and D become
+    G^(1/2) C and G^(1/2) D above, and A is multiplied by G^(-1/2) from the left.
 
     Raises `InputError` for wrong shapes, numbers that are not finite, a
     moment that is not positive semidefinite, negative weights, or maps so singular that A has no inverse.
@@ -174,8 +174,8 @@ def _row_roots(row_second_moment: np.ndarray | None, size: int) -> tuple[np.ndar
     values, vectors = np.linalg.eigh((row_second_moment + row_second_moment.T) / 2)
     if not values[0] > np.finfo(np.float64).eps * size * values[-1]:
         raise InputError(
-            f"row_second_moment has eigenvalues from {values[0]:.3g} to {values[-1]:.3g}; all must be positive. "
-            f"Give token_second_moment a larger uniform_share."
+            f"row_second_moment has eigenvalues from {values[0]:.3g} to {values[-1]:.3g}; all must be "
+            f"positive. Give token_second_moment a larger uniform_share."
         )
     roots = np.sqrt(values / values.mean())
     return (vectors * roots) @ vectors.T, (vectors / roots) @ vectors.T

@@ -1,0 +1,28 @@
+"""Runtimes by name. Each lives in a file of its own and is imported when it is opened."""
+
+from __future__ import annotations
+
+from pit_deploy.bundle import Bundle
+from pit_deploy.errors import InputError
+from pit_deploy.runtimes.base import FullRuntime, Runtime
+
+__all__ = ["FullRuntime", "Runtime", "open_runtime"]
+
+NAMES = ("onnxruntime",)
+_DEFAULT = {"onnx": "onnxruntime"}
+
+
+def open_runtime(bundle: Bundle, name: str | None = None, *, threads: int | None = None) -> Runtime:
+    """Open the bundle's artifact in a runtime (None: the usual one for it). Raises `InputError` for an unfit name."""
+    name = name or _DEFAULT.get(bundle.manifest.runtime)
+    if name not in NAMES or _DEFAULT.get(bundle.manifest.runtime) != name:
+        fit = _DEFAULT.get(bundle.manifest.runtime)
+        raise InputError(
+            f"the runtime {name!r} cannot open this {bundle.manifest.runtime} bundle; "
+            f"{f'use {fit}' if fit else f'known runtimes are {NAMES}'}."
+        )
+    if threads is not None and threads < 1:
+        raise InputError(f"--threads {threads} is not possible; give at least 1.")
+    from pit_deploy.runtimes.onnxruntime import open_bundle
+
+    return open_bundle(bundle, threads=threads)

@@ -75,17 +75,17 @@ class TorchRuntime:
             logits = self._forward(ids, use_cache=False)
         return np.stack(states), logits
 
-    def final_states(self, ids: Sequence[int]) -> np.ndarray:
-        """The state after the final norm before its gain, float64 [tokens, hidden_size]."""
+    def final_states(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """The state after the final norm before its gain, float64 [tokens, hidden_size], and the logits."""
         self.reset()
         check_room(self, ids)
         found: list[torch.Tensor] = []
         norm = self.decoder.norm
         with _before(norm, lambda x: found.append(x[0].double())):
-            self._forward(ids, use_cache=False, logits_to_keep=1)
+            logits = self._forward(ids, use_cache=False)
         eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6)
         x = found[0]
-        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).numpy()
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).numpy(), logits
 
     @torch.no_grad()
     def _forward(self, ids: Sequence[int], **kwargs: Any) -> np.ndarray:

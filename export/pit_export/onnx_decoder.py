@@ -1,0 +1,172 @@
+"""The decoder's graph, the same for every profile: embedding, layers, final norm, last position, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from pit_deploy.architecture import DecoderConfig
+from pit_deploy.folding import SharedTable, Tables
+from pit_deploy.quantize.plan import QuantizationPlan
+from pit_export.backbone import Backbone
+from pit_export.onnx_graph import GraphBuilder
+from pit_export.onnx_operators import Encoded, Operators, Table, stack_rows
+
+LAST_POSITION = "last_position"
+"""The node that keeps the last position; a graph without it gives the logits of all."""
+MASKED_LOGIT = -1e9
+"""Added to the logits of ids without a token; finite, and below what any temperature brings back."""
+
+
+class DecoderGraph:
+    """Writes one decoder into `graph` by `operators`; tensors come from `backbone` and are encoded by `plan`."""
+
+    def __init__(
+        self,
+        graph: GraphBuilder,
+        operators: Operators,
+        config: DecoderConfig,
+        backbone: Backbone,
+        plan: QuantizationPlan,
+    ) -> None:
+        self.graph, self.operators, self.config = graph, operators, config
+        self._backbone, self._plan = backbone, plan
+
+    @property
+    def hidden_states(self) -> list[str]:
+        """Names of the residual stream: the embedding's output, then the output of each layer."""
+        return [f"hidden_states.{n}" for n in range(self.config.num_hidden_layers + 1)]
+
+    def build(self, tables: Tables, tokenizer_length: int, *, last_only: bool) -> None:
+        """Write the whole decoder, each tensor as it comes by."""
+        graph, layers, names = self.graph, self.config.num_hidden_layers, self.hidden_states
+        ids = graph.input("input_ids", ir.DataType.INT64, ["batch_size", "sequence_length"])
+        mask = graph.input("attention_mask", ir.DataType.INT64, ["batch_size", "total_sequence_length"])
+        pasts = [self._past(layer) for layer in range(layers)]
+        self.operators.prepare(ids, mask)
+        embedding, head = self._tables(tables)
+        x = embedding(ids, names[0])
+        presents: list[ir.Value] = []
+        n = self.operators.norm(x, self._gain("model.layers.0.input_layernorm"), "model.layers.0.input_layernorm")
+        for layer in range(layers):
+            prefix = f"model.layers.{layer}"
+            y, *present = self._attention(layer, n, pasts[layer])
+            presents += present
+            n, x = self._add_norm(y, x, f"{prefix}.post_attention_layernorm", f"{prefix}.attention_residual")
+            y = self._mlp(f"{prefix}.mlp", n)
+            following = f"model.layers.{layer + 1}.input_layernorm" if layer + 1 < layers else "model.norm"
+            n, x = self._add_norm(y, x, following, names[layer + 1])
+        if last_only:
+            n = graph.op("Gather", [n, graph.integers(-1)], LAST_POSITION, axis=1)
+        self._logits(n, head, tokenizer_length, last_only=last_only)
+        for present in presents:
+            graph.output(present, ir.DataType.FLOAT, self.cache_shape("total_sequence_length"))
+
+    def _past(self, layer: int) -> list[ir.Value]:
+        names = (f"past_key_values.{layer}.{kind}" for kind in ("key", "value"))
+        shape = self.cache_shape("past_sequence_length")
+        return [self.graph.input(name, ir.DataType.FLOAT, shape) for name in names]
+
+    def cache_shape(self, length: str) -> list[int | str]:
+        """Shape of keys or values: [batch, heads, `length`, head_dim]."""
+        return ["batch_size", self.config.num_key_value_heads, length, self.config.head_dim]
+
+    def _tables(self, tables: Tables) -> tuple[_Embedding, _Head]:
+        """Store the token tables; the embedding is a function of ids, the head one of the final state."""
+        graph, operators = self.graph, self.operators
+        if not isinstance(tables, SharedTable):
+            embedding, head = (
+                operators.table(self._plan.encode(name, table, "tables"), name)
+                for name, table in (("model.embed_tokens.weight", tables.embedding), ("lm_head.weight", tables.head))
+            )
+            return embedding.rows, head.product
+        plain = tables.head_map is None and tables.embedding_map is None
+        name = "model.embed_tokens.weight" if plain else "pit.table"
+        table = operators.table(self._plan.encode(name, tables.table, "tables"), name)
+        # Built by closures: either map may be missing, and then the table's own value takes the final name.
+        return _mapped_rows(graph, table, tables.embedding_map), _mapped_product(graph, table, tables.head_map)
+
+    def _attention(self, layer: int, n: ir.Value, past: Sequence[ir.Value]) -> list[ir.Value]:
+        config, name = self.config, f"model.layers.{layer}.self_attn"
+        parts = [self._matrix(f"{name}.{kind}_proj") for kind in "qkv"]
+        biases = [self._bias(f"{name}.{kind}_proj", config.qkv_bias) for kind in "qkv"]
+        packed = stack_rows(parts) if self.operators.packs_projections() else None
+        if packed is not None:
+            bias = np.concatenate([b for b in biases if b is not None]) if config.qkv_bias else None
+            projections = [self.operators.linear(n, packed, f"{name}.qkv_proj", bias)]
+        else:
+            projections = [
+                self.operators.linear(n, part, f"{name}.{kind}_proj", bias)
+                for kind, part, bias in zip("qkv", parts, biases, strict=True)
+            ]
+        if config.qk_norm:
+            for i, (kind, heads) in enumerate(
+                (("q", config.num_attention_heads), ("k", config.num_key_value_heads))
+            ):
+                gain = self._gain(f"{name}.{kind}_norm")
+                projections[i] = self.operators.head_norm(projections[i], heads, gain, f"{name}.{kind}_norm")
+        mixed, *present = self.operators.attention(layer, projections, past)
+        return [self._linear(mixed, f"{name}.o_proj", config.o_bias), *present]
+
+    def _mlp(self, name: str, n: ir.Value) -> ir.Value:
+        bias = self.config.mlp_bias
+        gate = self.operators.activation(self._linear(n, f"{name}.gate_proj", bias), f"{name}.activation")
+        up = self._linear(n, f"{name}.up_proj", bias)
+        return self._linear(self.graph.op("Mul", [gate, up], f"{name}.gated"), f"{name}.down_proj", bias)
+
+    def _logits(self, n: ir.Value, head: _Head, tokenizer_length: int, *, last_only: bool) -> None:
+        rows = self.config.vocab_size
+        if tokenizer_length < rows:
+            bias = np.zeros(rows, np.float32)
+            bias[tokenizer_length:] = MASKED_LOGIT
+            logits = self.graph.op(
+                "Add", [head(n, "logits.unmasked"), self.graph.weight("logits.mask", bias)], "logits"
+            )
+        else:
+            logits = head(n, "logits")
+        length: int | str = 1 if last_only else "sequence_length"
+        self.graph.output(logits, ir.DataType.FLOAT, ["batch_size", length, rows])
+
+    def _linear(self, x: ir.Value, name: str, has_bias: bool) -> ir.Value:
+        return self.operators.linear(x, self._matrix(name), name, self._bias(name, has_bias))
+
+    def _add_norm(self, y: ir.Value, x: ir.Value, name: str, total: str) -> tuple[ir.Value, ir.Value]:
+        return self.operators.add_norm(y, x, self._gain(name), name, total)
+
+    def _matrix(self, name: str) -> Encoded:
+        return self._plan.encode(f"{name}.weight", self._backbone.read(f"{name}.weight"), "weights")
+
+    def _bias(self, name: str, there: bool) -> np.ndarray | None:
+        return self._backbone.read(f"{name}.bias") if there else None
+
+    def _gain(self, name: str) -> np.ndarray:
+        return self._backbone.read(f"{name}.weight") + np.float32(self.config.norm_offset)
+
+
+_Embedding = Callable[[ir.Value, str], ir.Value]
+_Head = Callable[[ir.Value, str], ir.Value]
+
+
+def _mapped_rows(graph: GraphBuilder, table: Table, embedding_map: np.ndarray | None) -> _Embedding:
+    if embedding_map is None:
+        return table.rows
+    stored = graph.weight("pit.embedding_map", embedding_map.astype(np.float32))
+
+    def embed(ids: ir.Value, output: str) -> ir.Value:
+        rows = table.rows(ids, "pit.table.rows")
+        return graph.op("MatMul", [rows, stored], "pit.embedding_map.product", output=output)
+
+    return embed
+
+
+def _mapped_product(graph: GraphBuilder, table: Table, head_map: np.ndarray | None) -> _Head:
+    if head_map is None:
+        return table.product
+    stored = graph.weight("pit.head_map", head_map.T.astype(np.float32))
+
+    def head(n: ir.Value, output: str) -> ir.Value:
+        return table.product(graph.op("MatMul", [n, stored], "pit.head_map.product"), output)
+
+    return head

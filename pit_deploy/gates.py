@@ -1,0 +1,42 @@
+"""Tolerances: what a runtime's outputs may differ from training, by runtime and precision.
+
+The figures are measured ones with room above them (docs/parity.md); a miss is exit status 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PRECISION_ORDER = ("fp32", "fp16", "int8", "int4")
+TIE = 1e-3
+"""Two logits closer than this count as tied: either may be the largest."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Limits; None where the figure does not decide. `layer` is the relative error of a layer's hidden state."""
+
+    max_abs: float | None
+    mean_kl: float
+    top1: float
+    greedy: bool
+    """Whether the greedy continuation must be the reference's, ties aside."""
+    layer: float
+
+
+GATES: dict[str, Gate] = {
+    "fp32": Gate(max_abs=1e-3, mean_kl=1e-6, top1=1.0, greedy=True, layer=1e-3),
+    "fp16": Gate(max_abs=None, mean_kl=1e-4, top1=0.995, greedy=False, layer=1e-2),
+    "int8": Gate(max_abs=None, mean_kl=7e-3, top1=0.945, greedy=False, layer=0.15),
+    "int4": Gate(max_abs=None, mean_kl=5e-2, top1=0.90, greedy=False, layer=0.5),
+}
+
+
+def coarsest(*precisions: str) -> str:
+    """The precision that decides the gate of a mixed setting."""
+    return max(precisions, key=PRECISION_ORDER.index)
+
+
+def gate_for(runtime: str, weights: str, tables: str) -> Gate:
+    """The gate of an artifact; `runtime` is the manifest's."""
+    return GATES[coarsest(weights, tables)]

@@ -1,0 +1,335 @@
+"""Compare a runtime with the training-time model: on the bundle's golden record, or in full with the source.
+
+What is compared: every recorded position decoded step by step through the shipped graph, each prompt in one
+pass, the greedy continuation, and layer by layer where the runtime can show its hidden states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pit_deploy.bundle import Bundle
+from pit_deploy.errors import InputError, ParityError
+from pit_deploy.gates import TIE, Gate, coarsest, gate_for
+from pit_deploy.golden import GoldenRecord, greedy_continuation, logsumexp, project
+from pit_deploy.progress import Progress, silent
+from pit_deploy.runtimes.base import FullRuntime, Runtime
+
+EVALUATION_TOKENS = 1024
+_EVALUATION_PROMPT = 256
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """Relative error of the hidden state after a layer (0: the embedding): median and largest over positions."""
+
+    layer: int
+    median: float
+    largest: float
+
+
+@dataclass
+class ParityReport:
+    """The result of one comparison. Arrays are per position."""
+
+    bundle: str
+    runtime: str
+    precision: str
+    gate: Gate
+    reference: str
+    kl: np.ndarray
+    max_abs: np.ndarray
+    top1: np.ndarray
+    """Whether the largest logit is the reference's, ties aside."""
+    prompt_lengths: list[int]
+    prefill_max_abs: float
+    """Largest difference between one pass and step by step in the runtime itself."""
+    greedy_tokens: int
+    greedy_equal: int
+    """Leading greedy tokens that agree (ties aside)."""
+    layers: list[LayerError] = field(default_factory=list)
+    load_rss_bytes: int | None = None
+    total_bytes: int | None = None
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    @property
+    def mean_kl(self) -> float:
+        return float(self.kl.mean())
+
+    @property
+    def worst_abs(self) -> float:
+        return float(self.max_abs.max())
+
+    @property
+    def top1_rate(self) -> float:
+        return float(self.top1.mean())
+
+    @property
+    def first_diverging_layer(self) -> int | None:
+        """The first layer (0: the embedding) whose median error is past the gate."""
+        return next((e.layer for e in self.layers if not e.median <= self.gate.layer), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `verify --json` writes (docs/cli.md)."""
+        gate = self.gate
+        return {
+            "bundle": self.bundle,
+            "runtime": self.runtime,
+            "precision": self.precision,
+            "reference": self.reference,
+            "passed": self.passed,
+            "failures": self.failures,
+            "notes": self.notes,
+            "positions": len(self.kl),
+            "max_abs_logit_error": self.worst_abs,
+            "mean_kl": self.mean_kl,
+            "worst_kl": float(self.kl.max()),
+            "top1": self.top1_rate,
+            "one_pass_against_steps_max_abs": self.prefill_max_abs,
+            "greedy_tokens": self.greedy_tokens,
+            "greedy_equal": self.greedy_equal,
+            "gate": {"max_abs": gate.max_abs, "mean_kl": gate.mean_kl, "top1": gate.top1, "greedy": gate.greedy, "layer": gate.layer},
+            "layers": [{"layer": e.layer, "median": e.median, "largest": e.largest} for e in self.layers],
+            "first_diverging_layer": self.first_diverging_layer,
+            "load_rss_bytes": self.load_rss_bytes,
+            "total_bytes": self.total_bytes,
+            "per_position": {"kl": _rounded(self.kl), "max_abs": _rounded(self.max_abs), "top1": self.top1.astype(int).tolist()},
+            "prompt_lengths": self.prompt_lengths,
+        }
+
+    def raise_if_failed(self) -> None:
+        """Raise `ParityError` with every figure that is out of tolerance."""
+        if self.failures:
+            raise ParityError(f"{self.bundle} is out of tolerance in {self.runtime}: {'; '.join(self.failures)}.")
+
+
+def verify(
+    bundle: str | Path | Bundle,
+    *,
+    runtime: str | None = None,
+    source: str | Path | None = None,
+    tokens: int = EVALUATION_TOKENS,
+    layers: bool = False,
+    threads: int | None = None,
+    progress: Progress = silent,
+) -> ParityReport:
+    """Check files, tokenizer and outputs of a bundle. The report says whether it passed; nothing is raised for a miss.
+
+    Without `source` the reference is the golden record in the bundle. With it, the PIT (or plain) checkpoint
+    that was exported is run anew on `tokens` tokens of English text, every logit compared. `layers` compares
+    hidden states also where the outputs pass. Raises `InputError` for a damaged bundle.
+    """
+    from pit_deploy.runtimes import open_runtime
+
+    bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    progress("check files", 0, 1)
+    bundle.check_hashes()
+    bundle.check_tokenizer()
+    progress("check files", 1, 1)
+    opened = open_runtime(bundle, runtime, threads=threads)
+    manifest = bundle.manifest
+    gate = gate_for(manifest.runtime, manifest.precision.weights, manifest.precision.tables)
+    golden = _golden(bundle)
+    if source is None:
+        report = _against_golden(bundle, opened, golden, gate, progress)
+    else:
+        report = _against_source(bundle, opened, golden, gate, Path(source), tokens, progress)
+    report.total_bytes = bundle.total_bytes
+    report.load_rss_bytes = getattr(opened, "load_rss_bytes", None)
+    report.failures = _failures(report)
+    if (layers or report.failures) and isinstance(opened, FullRuntime):
+        report.layers = layer_errors(opened, golden, progress)
+        layer = report.first_diverging_layer
+        if report.failures and layer is not None:
+            name = "the embedding" if layer == 0 else f"layer {layer - 1}"
+            report.failures.append(f"the first hidden state out of tolerance is that of {name} (relative error {report.layers[layer].median:.2g})")
+    return report
+
+
+def layer_errors(runtime: FullRuntime, golden: GoldenRecord, progress: Progress = silent) -> list[LayerError]:
+    """Relative error after each layer, per position, from the projections of the record."""
+    found: list[np.ndarray] = []
+    for number, (start, prompt) in enumerate(zip(golden.starts, golden.prompts, strict=True)):
+        progress("layers", number, len(golden.prompts))
+        states, _ = runtime.hidden_states(prompt.ids)
+        span = slice(start, start + len(prompt.ids))
+        difference = project(states, golden.projection).astype(np.float64) - golden.hidden_projection[:, span]
+        found.append(np.linalg.norm(difference, axis=-1) / np.linalg.norm(golden.hidden_projection[:, span], axis=-1))
+    progress("layers", len(golden.prompts), len(golden.prompts))
+    errors = np.concatenate(found, axis=1)
+    return [LayerError(n, float(np.median(row)), float(row.max())) for n, row in enumerate(errors)]
+
+
+def compare_with_record(golden: GoldenRecord, position: int, logits: np.ndarray) -> tuple[float, float, bool]:
+    """KL, largest absolute error and top-1 agreement of one position's logits [V] with the record.
+
+    KL is exact over the recorded 256 largest; the rest of the vocabulary enters as one event, so that the
+    figure is a lower bound that misses only differences within that rest.
+    """
+    ids, reference = golden.top_ids[position], golden.top_logits[position].astype(np.float64)
+    log_p = reference - float(golden.logsumexp[position])
+    log_q = logits[ids].astype(np.float64) - logsumexp(logits)
+    p, q = np.exp(log_p), np.exp(log_q)
+    rest_p, rest_q = max(1 - p.sum(), 0.0), max(1 - q.sum(), 1e-300)
+    kl = float((p * (log_p - log_q)).sum()) + (rest_p * np.log(rest_p / rest_q) if rest_p > 1e-12 else 0.0)
+    errors = [np.abs(logits[ids] - golden.top_logits[position]).max()]
+    errors.append(np.abs(logits[golden.sampled_ids] - golden.sampled_logits[position]).max())
+    best = int(np.argmax(logits))
+    agrees = best == ids[0] or bool((ids == best).any() and reference[0] - reference[ids == best][0] <= TIE)
+    return max(kl, 0.0), float(max(errors)), agrees
+
+
+def compare_in_full(reference: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """KL, largest absolute error and top-1 agreement per position of logits [tokens, V]."""
+    log_p = reference - logsumexp(reference)[:, None]
+    log_q = logits - logsumexp(logits)[:, None]
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)
+    error = np.abs(logits - reference).max(axis=1)
+    best = logits.argmax(axis=1)
+    chosen = np.take_along_axis(reference, best[:, None], axis=1)[:, 0]
+    return np.maximum(kl, 0.0), error, reference.max(axis=1) - chosen <= TIE
+
+
+def _against_golden(bundle: Bundle, runtime: Runtime, golden: GoldenRecord, gate: Gate, progress: Progress) -> ParityReport:
+    _check_record(bundle, golden)
+    rows: list[tuple[float, float, bool]] = []
+    prefill = 0.0
+    done = 0
+    for start, prompt in zip(golden.starts, golden.prompts, strict=True):
+        runtime.reset()
+        last = runtime.prefill(prompt.ids)
+        rows_of_prompt: list[tuple[float, float, bool]] = []
+        runtime.reset()
+        logits = last
+        for offset, id in enumerate(prompt.ids):
+            logits = runtime.decode(id)
+            rows_of_prompt.append(compare_with_record(golden, start + offset, logits))
+            done += 1
+            progress("compare", done, golden.positions)
+        # The last position is judged as the worse of one pass and step by step.
+        one_pass = compare_with_record(golden, start + len(prompt.ids) - 1, last)
+        rows_of_prompt[-1] = max(rows_of_prompt[-1], one_pass, key=lambda row: (not row[2], row[0], row[1]))
+        prefill = max(prefill, _difference(last, logits, golden.tokenizer_length))
+        rows += rows_of_prompt
+    return _report(bundle, runtime, gate, "golden record", rows, [len(p.ids) for p in golden.prompts], prefill, golden)
+
+
+def _against_source(bundle: Bundle, runtime: Runtime, golden: GoldenRecord, gate: Gate, source: Path, tokens: int, progress: Progress) -> ParityReport:
+    from pit_deploy.quantize.calibration import evaluation_text
+
+    if not isinstance(runtime, FullRuntime):
+        raise InputError(f"the runtime {runtime.name} gives no logits of every position; verify it without --source.")
+    if tokens < 2:
+        raise InputError(f"--tokens {tokens} is too few to compare; give at least 2.")
+    reference = open_reference(bundle, source)
+    ids = [i for i in bundle.tokenizer.encode(evaluation_text()).ids if i < bundle.manifest.vocab_size][:tokens]
+    if len(ids) < tokens:
+        raise InputError(f"--tokens {tokens} is more than the evaluation text has ({len(ids)} tokens).")
+    size = min(_EVALUATION_PROMPT, bundle.manifest.context_length)
+    prompts = [ids[i : i + size] for i in range(0, len(ids), size)]
+    rows: list[tuple[float, float, bool]] = []
+    prefill = 0.0
+    valid = bundle.manifest.tokenizer_length
+    for number, prompt in enumerate(prompts):
+        progress("compare", number, len(prompts))
+        expected = reference.all_logits(prompt)[:, :valid]
+        found = runtime.all_logits(prompt)
+        runtime.reset()
+        prefill = max(prefill, _difference(runtime.prefill(prompt), found[-1], valid))
+        rows += zip(*(a.tolist() for a in compare_in_full(expected, found[:, :valid])), strict=True)
+    progress("compare", len(prompts), len(prompts))
+    return _report(bundle, runtime, gate, f"source {source}", rows, [len(p) for p in prompts], prefill, golden)
+
+
+def open_reference(bundle: Bundle, source: Path) -> FullRuntime:
+    """The training-time model of `source`; raises `InputError` where it is not what the bundle was made from."""
+    from pit_deploy.bundle import sha256
+    from pit_deploy.checkpoint import open_checkpoint
+    from pit_deploy.runtimes.torch import open_plain, open_training
+
+    checkpoint = open_checkpoint(source)
+    for entry in bundle.manifest.source.files:
+        file = checkpoint.path / entry.name
+        if not file.is_file() or file.stat().st_size != entry.size or sha256(file) != entry.sha256:
+            raise InputError(f"{source} is not the checkpoint that this bundle was exported from: {entry.name} differs.")
+    opened: FullRuntime = open_training(checkpoint) if checkpoint.kind == "pit" else open_plain(checkpoint)
+    return opened
+
+
+def _report(bundle: Bundle, runtime: Runtime, gate: Gate, reference: str, rows: list[tuple[float, float, bool]], lengths: list[int], prefill: float, golden: GoldenRecord) -> ParityReport:
+    kl, error, top1 = (np.array(column) for column in zip(*rows, strict=True))
+    precision = bundle.manifest.precision
+    equal = _greedy_equal(runtime, golden, bundle.manifest.end_ids)
+    return ParityReport(
+        bundle=str(bundle.path),
+        runtime=runtime.name,
+        precision=coarsest(precision.weights, precision.tables),
+        gate=gate,
+        reference=reference,
+        kl=kl,
+        max_abs=error,
+        top1=top1.astype(bool),
+        prompt_lengths=lengths,
+        prefill_max_abs=prefill,
+        greedy_tokens=len(golden.greedy_ids),
+        greedy_equal=equal,
+    )
+
+
+def _greedy_equal(runtime: Any, golden: GoldenRecord, end_ids: tuple[int, ...]) -> int:
+    found, _ = greedy_continuation(runtime, golden.prompts[golden.greedy_prompt].ids, len(golden.greedy_ids), end_ids)
+    for number, (mine, theirs) in enumerate(zip(found, golden.greedy_ids, strict=False)):
+        if mine != theirs:
+            # After a tie the two continuations are different texts; what follows cannot be compared.
+            return len(golden.greedy_ids) if golden.greedy_margins[number] <= TIE else number
+    return min(len(found), len(golden.greedy_ids))
+
+
+def _failures(report: ParityReport) -> list[str]:
+    gate = report.gate
+    failures = []
+    if not np.isfinite(report.max_abs).all() or not np.isfinite(report.kl).all():
+        failures.append("some logits are not finite")
+    if gate.max_abs is not None and not report.worst_abs <= gate.max_abs:
+        failures.append(f"max abs logit error {report.worst_abs:.3g} is above {gate.max_abs:g}")
+    if not report.mean_kl <= gate.mean_kl:
+        failures.append(f"mean KL {report.mean_kl:.3g} is above {gate.mean_kl:g}")
+    if not report.top1_rate >= gate.top1:
+        failures.append(f"top-1 agreement {report.top1_rate:.2%} is below {gate.top1:.1%}")
+    if gate.greedy and report.greedy_equal < report.greedy_tokens:
+        failures.append(f"greedy decoding differs at token {report.greedy_equal} of {report.greedy_tokens}")
+    if len(report.kl) < 256:
+        report.notes.append(f"only {len(report.kl)} positions were compared; a gate wants 256")
+    return failures
+
+
+def _golden(bundle: Bundle) -> GoldenRecord:
+    if bundle.manifest.golden is None:
+        raise InputError(f"{bundle.path} carries no golden record; export it again.")
+    return GoldenRecord.load(bundle.path)
+
+
+def _check_record(bundle: Bundle, golden: GoldenRecord) -> None:
+    longest = max(len(p.ids) for p in golden.prompts)
+    if longest > bundle.manifest.context_length or golden.vocab_size != bundle.manifest.vocab_size:
+        raise InputError(
+            f"{bundle.path}: the golden record (longest prompt {longest}, vocabulary {golden.vocab_size}) does not "
+            f"belong to this artifact (context {bundle.manifest.context_length}, vocabulary {bundle.manifest.vocab_size})."
+        )
+
+
+def _difference(a: np.ndarray, b: np.ndarray, tokens: int) -> float:
+    return float(np.abs(a[:tokens] - b[:tokens]).max())
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [float(f"{v:.4g}") for v in values]
