@@ -15,18 +15,8 @@ from tokenizers import Tokenizer
 
 from pit_deploy.errors import InputError
 from pit_deploy.files import atomic_output
-from pit_deploy.manifest import (
-    BundleError,
-    FileEntry,
-    Manifest,
-    ManifestBody,
-    TokenizedText,
-    format_manifest,
-    parse_json,
-    parse_manifest,
-    show,
-    validate_manifest,
-)
+from pit_deploy.manifest import BundleError, FileEntry, Manifest, ManifestBody, TokenizedText
+from pit_deploy.manifest_reader import format_manifest, parse_json, parse_manifest, show, validate_manifest
 
 MANIFEST = "manifest.json"
 _BIGGEST_MANIFEST = 16 * 2**20  # read whole into memory, so its size is checked like any other

@@ -221,7 +221,9 @@ def open_checkpoint(source: str | Path, *, weights: bool = True) -> Checkpoint:
         return _open_directory(path, path.resolve().name, weights=weights)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not str(source).startswith("."):
         return _open_directory(_download(str(source)), str(source))
-    raise InputError(f"{source} does not exist; give a checkpoint directory, a .gguf file or a hub id owner/name.")
+    raise InputError(
+        f"{source} does not exist; give a checkpoint directory, a .gguf file or a hub id owner/name."
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -233,7 +235,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InputError(f"{path} is not UTF-8 text (byte {error.start}).") from error
     except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}.") from error
+        raise InputError(
+            f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}."
+        ) from error
     except RecursionError:
         raise InputError(f"{path} is nested too deeply to be a config.") from None
     if not isinstance(value, dict):
@@ -250,7 +254,9 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def write_safetensors(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
+def write_safetensors(
+    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES
+) -> int:
     """Write tensors to model.safetensors, or to shards with an index where they exceed `shard_bytes`.
 
     At most one shard is held in memory. Returns the bytes of the tensors.
@@ -282,7 +288,9 @@ def write_safetensors(directory: Path, tensors: Iterable[tuple[str, torch.Tensor
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (directory / f"shard-{number}.safetensors").rename(directory / file)
         places.update(dict.fromkeys(names, file))
-    write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+    write_json(
+        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places}
+    )
     return total
 
 
@@ -294,7 +302,7 @@ def _open_directory(path: Path, name: str, *, weights: bool = True) -> Checkpoin
         )
     config = read_json(path / "config.json")
     if not isinstance(config.get("model_type"), str):
-        raise InputError(f"{path / 'config.json'}: model_type is missing; add it, for example \"llama\".")
+        raise InputError(f'{path / "config.json"}: model_type is missing; add it, for example "llama".')
     _check_own_version(path, config)
     checkpoint = Checkpoint(path, name, config, _index(path) if weights or _has_weights(path) else {})
     if "auto_map" in config and checkpoint.model_type not in FAMILIES:
@@ -312,7 +320,9 @@ def _check_own_version(path: Path, config: dict[str, Any]) -> None:
         if own is None:
             continue
         if not isinstance(own, dict) or not isinstance(own.get("version"), int):
-            raise InputError(f"{path / 'config.json'}: the field {key} must be an object with a version number.")
+            raise InputError(
+                f"{path / 'config.json'}: the field {key} must be an object with a version number."
+            )
         if own["version"] > 1:
             raise InputError(
                 f"{path / 'config.json'}: {key}.version is {own['version']} and this pit-deploy reads up to 1; "
@@ -332,11 +342,15 @@ def _index(path: Path) -> dict[str, TensorInfo]:
             raise InputError(f"{index}: the shard '{escaped[0]}' is not a file of the same folder.")
         missing = [f for f in files if not (path / f).is_file()]
         if missing:
-            raise InputError(f"{index} names {len(missing)} shard(s) that are not there: {', '.join(missing)}.")
+            raise InputError(
+                f"{index} names {len(missing)} shard(s) that are not there: {', '.join(missing)}."
+            )
         tensors = {k: v for f in files for k, v in _header(path / f).items()}
         absent = sorted(set(places) - set(tensors))
         if absent:
-            raise InputError(f"{index} names tensors that no shard holds: {', '.join(absent[:5])} ({len(absent)}).")
+            raise InputError(
+                f"{index} names tensors that no shard holds: {', '.join(absent[:5])} ({len(absent)})."
+            )
         return tensors
     if single.is_file():
         return _header(single)
@@ -356,7 +370,9 @@ def _header(file: Path) -> dict[str, TensorInfo]:
     try:
         with safetensors.safe_open(file, framework="np") as opened:
             slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 (not a dict)
-            return {name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices}
+            return {
+                name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices
+            }
     except (safetensors.SafetensorError, OSError) as error:
         raise InputError(
             f"{file} cannot be read as safetensors ({file.stat().st_size} bytes): {error}; it is damaged or was "
@@ -367,10 +383,17 @@ def _header(file: Path) -> dict[str, TensorInfo]:
 def _download(repo: str) -> Path:
     hub = require("huggingface_hub", "onnx")
     try:
-        return Path(hub.snapshot_download(repo, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*", "README.md"]))
+        return Path(
+            hub.snapshot_download(
+                repo,
+                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*", "README.md"],
+            )
+        )
     except Exception as error:  # the hub client raises many kinds: no network, no such repository, no right
         reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{repo} is not a local path and could not be fetched from the hub: {reason}") from error
+        raise InputError(
+            f"{repo} is not a local path and could not be fetched from the hub: {reason}"
+        ) from error
 
 
 def _open_gguf(file: Path) -> Checkpoint:
@@ -412,7 +435,9 @@ def outlier_rows(table: np.ndarray, *, chunk: int = 16384) -> np.ndarray:
 
     `table` is [vocab_size, hidden_size]. Rows that were added and never trained stand out this way.
     """
-    norms = np.concatenate([np.linalg.norm(table[i : i + chunk], axis=1) for i in range(0, len(table), chunk)])
+    norms = np.concatenate(
+        [np.linalg.norm(table[i : i + chunk], axis=1) for i in range(0, len(table), chunk)]
+    )
     logs = np.log(np.maximum(norms, np.finfo(np.float64).tiny))
     center = np.median(logs)
     spread = 1.4826 * np.median(np.abs(logs - center))

@@ -109,7 +109,9 @@ def convert(
     check_output(out, overwrite=overwrite)
     checkpoint = open_checkpoint(source, weights=init != "random")
     if checkpoint.kind != "plain":
-        raise InputError(f"{source} is a {checkpoint.kind} checkpoint already; convert takes the model it came from.")
+        raise InputError(
+            f"{source} is a {checkpoint.kind} checkpoint already; convert takes the model it came from."
+        )
     if checkpoint.is_tokenized() and checkpoint.tensors and not memory_key:
         checkpoint.check_vocabulary()
     if not checkpoint.tensors:
@@ -132,7 +134,9 @@ def convert(
     return report
 
 
-def _check_options(init: str, memory: str, dtype: str | None, memory_key: str | None, cholesky_key: str | None) -> None:
+def _check_options(
+    init: str, memory: str, dtype: str | None, memory_key: str | None, cholesky_key: str | None
+) -> None:
     if init not in INITS:
         raise InputError(f"--init {init} is not known; choose {' or '.join(INITS)}.")
     if memory not in ("frozen", "stiefel"):
@@ -146,7 +150,9 @@ def _check_options(init: str, memory: str, dtype: str | None, memory_key: str | 
 def _polar(checkpoint: Checkpoint, bridge: bool, out: str | Path) -> tuple[Interface, ConversionReport]:
     checkpoint.check_tables()
     if "lm_head.bias" in checkpoint.tensors:
-        raise InputError(f"{checkpoint.path}: lm_head.bias is a bias on the logits, which PIT has no place for.")
+        raise InputError(
+            f"{checkpoint.path}: lm_head.bias is a bias on the logits, which PIT has no place for."
+        )
     table = checkpoint.read(checkpoint.head_key)
     factors = polar(table, name=checkpoint.head_key)
     report = _report(out, "polar", "matrix" if bridge else "none", factors.memory, factors.condition)
@@ -171,20 +177,26 @@ def _polar(checkpoint: Checkpoint, bridge: bool, out: str | Path) -> tuple[Inter
     return Interface(factors.memory, np.linalg.cholesky(factors.transform), matrix), report
 
 
-def _least_squares_bridge(checkpoint: Checkpoint, memory: np.ndarray, transform: np.ndarray) -> tuple[np.ndarray, float]:
+def _least_squares_bridge(
+    checkpoint: Checkpoint, memory: np.ndarray, transform: np.ndarray
+) -> tuple[np.ndarray, float]:
     """`B = Wᵀ E_in`, which minimises `||Z T⁻¹ B - E_in||`, and the relative norm of what is left."""
     embedding = checkpoint.read(checkpoint.embedding_key)
     check_finite(embedding, checkpoint.embedding_key)
     inner = np.zeros_like(transform)
     for start in range(0, len(memory), 8192):
-        inner += memory[start : start + 8192].astype(np.float64).T @ embedding[start : start + 8192].astype(np.float64)
+        inner += memory[start : start + 8192].astype(np.float64).T @ embedding[start : start + 8192].astype(
+            np.float64
+        )
     total = float(np.sum(np.square(embedding, dtype=np.float64)))
     # Z has orthonormal columns, so the part of E_in outside their span is what no bridge reaches.
     residual = np.sqrt(max(total - float(np.sum(inner**2)), 0.0) / total)
     return transform @ inner, float(residual)
 
 
-def _random(checkpoint: Checkpoint, bridge: bool, seed: int, out: str | Path) -> tuple[Interface, ConversionReport]:
+def _random(
+    checkpoint: Checkpoint, bridge: bool, seed: int, out: str | Path
+) -> tuple[Interface, ConversionReport]:
     rows, columns = checkpoint.tensors[checkpoint.embedding_key].shape
     interface = _scratch_interface(rows, columns, bridge, seed)
     return interface, _report(out, "random", interface.bridge_kind, interface.memory, 1.0)
@@ -196,7 +208,9 @@ def _scratch_interface(rows: int, columns: int, bridge: bool, seed: int) -> Inte
     return Interface(memory, np.sqrt(scale) * np.eye(columns), multiplier if bridge else None)
 
 
-def _from_elsewhere(checkpoint: Checkpoint, memory_key: str, cholesky_key: str, out: str | Path) -> tuple[Interface, ConversionReport]:
+def _from_elsewhere(
+    checkpoint: Checkpoint, memory_key: str, cholesky_key: str, out: str | Path
+) -> tuple[Interface, ConversionReport]:
     memory, cholesky = checkpoint.read(memory_key), checkpoint.read(cholesky_key, np.float64)
     if memory.ndim != 2 or cholesky.shape != (memory.shape[1],) * 2:
         raise InputError(
@@ -213,30 +227,50 @@ def _from_elsewhere(checkpoint: Checkpoint, memory_key: str, cholesky_key: str, 
         )
     if error > 1e-6:
         memory = reorthonormalize(memory)
-        checkpoint.note(f"{memory_key} was {error:.2g} away from orthonormal columns and was re-orthonormalised")
+        checkpoint.note(
+            f"{memory_key} was {error:.2g} away from orthonormal columns and was re-orthonormalised"
+        )
     if np.allclose(cholesky, cholesky.T) and np.triu(cholesky, 1).any():
         checkpoint.note(f"{cholesky_key} is symmetric: it is taken as T and factored")
         try:
             cholesky = np.linalg.cholesky(cholesky)
         except np.linalg.LinAlgError:
-            raise InputError(f"{checkpoint.path}: {cholesky_key} is symmetric but not positive definite.") from None
+            raise InputError(
+                f"{checkpoint.path}: {cholesky_key} is symmetric but not positive definite."
+            ) from None
     if np.triu(cholesky, 1).any() or not (np.diagonal(cholesky) > 0).all():
-        raise InputError(f"{checkpoint.path}: {cholesky_key} must be lower triangular with a positive diagonal.")
+        raise InputError(
+            f"{checkpoint.path}: {cholesky_key} must be lower triangular with a positive diagonal."
+        )
     singular = np.linalg.svd(cholesky, compute_uv=False)
-    return Interface(memory, cholesky, None), _report(out, "polar", "none", memory, float((singular[0] / singular[-1]) ** 2))
+    return Interface(memory, cholesky, None), _report(
+        out, "polar", "none", memory, float((singular[0] / singular[-1]) ** 2)
+    )
 
 
-def _report(out: str | Path, init: str, bridge: str, memory: np.ndarray, condition: float) -> ConversionReport:
+def _report(
+    out: str | Path, init: str, bridge: str, memory: np.ndarray, condition: float
+) -> ConversionReport:
     return ConversionReport(str(out), init, bridge, "", memory.shape[0], memory.shape[1], condition)
 
 
-def _write(checkpoint: Checkpoint, interface: Interface, memory: str, dtype: str | None, out: str | Path, overwrite: bool, skip: set[str | None]) -> None:
+def _write(
+    checkpoint: Checkpoint,
+    interface: Interface,
+    memory: str,
+    dtype: str | None,
+    out: str | Path,
+    overwrite: bool,
+    skip: set[str | None],
+) -> None:
     import torch
 
     from pit_deploy.model import pit_config
 
     names = [n for n in iterate_backbone(checkpoint) if n not in skip]
-    check_room(out, sum(checkpoint.tensors[n].file.stat().st_size for n in names[:1]) + interface.memory.nbytes)
+    check_room(
+        out, sum(checkpoint.tensors[n].file.stat().st_size for n in names[:1]) + interface.memory.nbytes
+    )
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name in names:
@@ -254,11 +288,16 @@ def _write(checkpoint: Checkpoint, interface: Interface, memory: str, dtype: str
         config["dtype"] = dtype
     with atomic_output(out, overwrite=overwrite) as partial:
         write_safetensors(partial, tensors())
-        write_json(partial / "config.json", pit_config(config, memory, interface.bridge_kind, checkpoint.config.get("architectures")))
+        write_json(
+            partial / "config.json",
+            pit_config(config, memory, interface.bridge_kind, checkpoint.config.get("architectures")),
+        )
         copy_companions(checkpoint.path, partial)
 
 
-def _from_scratch(checkpoint: Checkpoint, out: Path, bridge: bool, memory: str, dtype: str, seed: int, overwrite: bool) -> ConversionReport:
+def _from_scratch(
+    checkpoint: Checkpoint, out: Path, bridge: bool, memory: str, dtype: str, seed: int, overwrite: bool
+) -> ConversionReport:
     """A whole random model from a config.json: the library's initialisation, and the interface's own."""
     torch, transformers = require("torch", "onnx"), require("transformers", "onnx")
     from pit_deploy.architecture import with_defaults
@@ -273,7 +312,9 @@ def _from_scratch(checkpoint: Checkpoint, out: Path, bridge: bool, memory: str, 
             f"raise vocab_size in config.json."
         )
     torch.manual_seed(seed)
-    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[checkpoint.model_type].from_dict(checkpoint.backbone_config)
+    config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[checkpoint.model_type].from_dict(
+        checkpoint.backbone_config
+    )
     config.tie_word_embeddings = False
     backbone = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     parts = _scratch_interface(rows, columns, bridge, seed)
@@ -291,7 +332,9 @@ def _from_scratch(checkpoint: Checkpoint, out: Path, bridge: bool, memory: str, 
     return report
 
 
-def _measure(checkpoint: Checkpoint, out: Path, report: ConversionReport, *, check: bool, progress: Progress) -> None:
+def _measure(
+    checkpoint: Checkpoint, out: Path, report: ConversionReport, *, check: bool, progress: Progress
+) -> None:
     """delta_TI of the result, and loss and logits of both models on the calibration text."""
     from pit_deploy.model import PITForCausalLM
     from pit_deploy.runtimes.torch import TorchRuntime, open_plain

@@ -54,7 +54,9 @@ def check_output(path: Path | str, *, overwrite: bool = False) -> None:
         if not overwrite:
             raise OutputExistsError(path)
         if path.absolute() in (Path.cwd(), *Path.cwd().parents, Path.home()):
-            raise InputError(f"{path} holds the current or home directory and is not replaced; name another output.")
+            raise InputError(
+                f"{path} holds the current or home directory and is not replaced; name another output."
+            )
 
 
 def check_room(path: Path | str, needed: int) -> None:
@@ -107,7 +109,9 @@ def _remove_abandoned(path: Path) -> None:
         if not match or _alive(int(match.group(1))):
             continue
         if ".old.partial-" in sibling.name and not path.exists():
-            sibling.rename(path)  # killed between the two renames of `_replace`: this is the user's old output
+            sibling.rename(
+                path
+            )  # killed between the two renames of `_replace`: this is the user's old output
         else:
             _remove(sibling)
 

@@ -93,7 +93,15 @@ class FoldedModel:
         return value
 
 
-def fold(source: str | Path, out: str | Path, *, layout: str = "untied", dtype: str = "float32", overwrite: bool = False, progress: Progress = silent) -> Path:
+def fold(
+    source: str | Path,
+    out: str | Path,
+    *,
+    layout: str = "untied",
+    dtype: str = "float32",
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> Path:
     """Fold a PIT checkpoint and write it to `out`.
 
     `untied` is a plain Hugging Face directory that transformers loads; `shared` keeps one table and two maps.
@@ -103,14 +111,26 @@ def fold(source: str | Path, out: str | Path, *, layout: str = "untied", dtype: 
     checkpoint = open_checkpoint(source)
     if checkpoint.kind == "folded":
         done = ", ".join(checkpoint.config["pit_fold"].get("folds", []))
-        raise InputError(f"{source} is folded already ({checkpoint.layout}; {done}); fold its PIT checkpoint instead.")
+        raise InputError(
+            f"{source} is folded already ({checkpoint.layout}; {done}); fold its PIT checkpoint instead."
+        )
     if checkpoint.kind == "plain":
-        raise InputError(f"{source} is not a PIT checkpoint (config.json has no field pit); run pit-deploy convert first.")
-    write_folded(fold_checkpoint(checkpoint, layout, progress=progress), out, dtype=dtype, overwrite=overwrite, progress=progress)
+        raise InputError(
+            f"{source} is not a PIT checkpoint (config.json has no field pit); run pit-deploy convert first."
+        )
+    write_folded(
+        fold_checkpoint(checkpoint, layout, progress=progress),
+        out,
+        dtype=dtype,
+        overwrite=overwrite,
+        progress=progress,
+    )
     return Path(out)
 
 
-def load_folded(checkpoint: Checkpoint, layout: str | None = None, *, progress: Progress = silent) -> FoldedModel:
+def load_folded(
+    checkpoint: Checkpoint, layout: str | None = None, *, progress: Progress = silent
+) -> FoldedModel:
     """Any checkpoint as a `FoldedModel`: PIT is folded, folded is read, plain is taken as it is.
 
     `layout` None means `shared` where the source has one table and `untied` where it has two. Raises
@@ -172,7 +192,9 @@ def fold_checkpoint(checkpoint: Checkpoint, layout: str, *, progress: Progress =
     if layout == "untied":
         tables = separate(tables)
     progress("fold", 3, 3)
-    return FoldedModel(checkpoint, _untied_config(checkpoint.backbone_config, checkpoint), tables, folds, overrides)
+    return FoldedModel(
+        checkpoint, _untied_config(checkpoint.backbone_config, checkpoint), tables, folds, overrides
+    )
 
 
 def separate(tables: SharedTable) -> UntiedTables:
@@ -180,14 +202,23 @@ def separate(tables: SharedTable) -> UntiedTables:
     return UntiedTables(_times(tables.table, tables.embedding_map), _times(tables.table, tables.head_map))
 
 
-def write_folded(model: FoldedModel, out: str | Path, *, dtype: str = "float32", overwrite: bool = False, progress: Progress = silent) -> None:
+def write_folded(
+    model: FoldedModel,
+    out: str | Path,
+    *,
+    dtype: str = "float32",
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> None:
     """Write a folded checkpoint to a new directory; see `write_folded_into`."""
     check_room(out, model.source.total_bytes + 4 * model.vocab_size * model.config["hidden_size"])
     with atomic_output(out, overwrite=overwrite) as partial:
         write_folded_into(model, partial, dtype=dtype, progress=progress)
 
 
-def write_folded_into(model: FoldedModel, directory: Path, *, dtype: str = "float32", progress: Progress = silent) -> None:
+def write_folded_into(
+    model: FoldedModel, directory: Path, *, dtype: str = "float32", progress: Progress = silent
+) -> None:
     """Write weights, config and companions; `dtype` is that of every tensor but a shared table's maps (float32).
 
     Raises `InputError` where float16 cannot hold a value.
@@ -210,7 +241,10 @@ def write_folded_into(model: FoldedModel, directory: Path, *, dtype: str = "floa
         for done, name in enumerate(names):
             progress("write", done, len(names) + 2)
             stored = model.overrides.get(name)
-            yield name, cast(name, model.source.read_torch(name) if stored is None else torch.from_numpy(stored))
+            yield (
+                name,
+                cast(name, model.source.read_torch(name) if stored is None else torch.from_numpy(stored)),
+            )
         if isinstance(tables, UntiedTables):
             yield "model.embed_tokens.weight", cast("the embedding", torch.from_numpy(tables.embedding))
             yield "lm_head.weight", cast("the head", torch.from_numpy(tables.head))
@@ -265,14 +299,21 @@ def _untied_config(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, 
 
 
 def _folded_config(model: FoldedModel, dtype: str) -> dict[str, Any]:
-    record = {"version": FOLD_VERSION, "layout": model.layout, "folds": model.folds, "source": model.source.name}
+    record = {
+        "version": FOLD_VERSION,
+        "layout": model.layout,
+        "folds": model.folds,
+        "source": model.source.name,
+    }
     config = {**model.config, "dtype": dtype}
     if model.layout == "shared":
         # A model_type of its own, so that a plain loader refuses instead of making up tables.
         record["backbone_model_type"] = model.config["model_type"]
         config["model_type"] = "pit_folded"
     else:
-        named = model.source.config.get("pit", {}).get("backbone_architectures") or model.source.config.get("architectures")
+        named = model.source.config.get("pit", {}).get("backbone_architectures") or model.source.config.get(
+            "architectures"
+        )
         if named:
             config["architectures"] = named
     return {**config, "pit_fold": record}

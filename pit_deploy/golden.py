@@ -89,13 +89,17 @@ class GoldenRecord:
         from safetensors.numpy import save_file
 
         names = [n for n, v in vars(self).items() if isinstance(v, np.ndarray)]
-        save_file({n: np.ascontiguousarray(getattr(self, n)) for n in names}, directory / "golden.safetensors")
+        save_file(
+            {n: np.ascontiguousarray(getattr(self, n)) for n in names}, directory / "golden.safetensors"
+        )
         rest = {
             "golden_version": GOLDEN_VERSION,
             "prompts": [asdict(p) for p in self.prompts],
             **{k: v for k, v in vars(self).items() if k not in (*names, "prompts")},
         }
-        (directory / "golden.json").write_text(json.dumps(rest, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        (directory / "golden.json").write_text(
+            json.dumps(rest, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
+        )
 
     @classmethod
     def load(cls, directory: Path) -> GoldenRecord:
@@ -108,19 +112,29 @@ class GoldenRecord:
         rest = read_json(directory / "golden.json")
         version = rest.pop("golden_version", None)
         if version != GOLDEN_VERSION:
-            raise InputError(f"{directory / 'golden.json'} has version {version}; this pit-deploy reads {GOLDEN_VERSION}.")
+            raise InputError(
+                f"{directory / 'golden.json'} has version {version}; this pit-deploy reads {GOLDEN_VERSION}."
+            )
         try:
             arrays = load_file(directory / "golden.safetensors")
             prompts = [Prompt(**p) for p in rest.pop("prompts")]
             record = cls(prompts=prompts, **arrays, **rest)
             record._check()
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
-            raise InputError(f"{directory}: the golden record cannot be read: {error}; export the bundle again.") from error
+            raise InputError(
+                f"{directory}: the golden record cannot be read: {error}; export the bundle again."
+            ) from error
         return record
 
     def _check(self) -> None:
         positions = sum(len(p.ids) for p in self.prompts)
-        sizes = {len(self.top_ids), len(self.top_logits), len(self.sampled_logits), len(self.logsumexp), self.hidden_norm.shape[1]}
+        sizes = {
+            len(self.top_ids),
+            len(self.top_logits),
+            len(self.sampled_logits),
+            len(self.logsumexp),
+            self.hidden_norm.shape[1],
+        }
         if sizes != {positions}:
             raise ValueError(f"{positions} positions in the prompts, {sorted(sizes)} in the arrays")
 
@@ -137,15 +151,21 @@ def record(
     """Record `runtime` on `prompts` (each at most its context): one pass each, then steps, then greedy decoding."""
     rng = np.random.default_rng(_SEED)
     count = min(tokenizer_length, TOP)
-    sampled = np.sort(rng.choice(tokenizer_length, min(SAMPLED, tokenizer_length), replace=False)).astype(np.int32)
-    parts: dict[str, list[np.ndarray]] = {k: [] for k in ("ids", "top", "sampled", "lse", "projected", "norm")}
+    sampled = np.sort(rng.choice(tokenizer_length, min(SAMPLED, tokenizer_length), replace=False)).astype(
+        np.int32
+    )
+    parts: dict[str, list[np.ndarray]] = {
+        k: [] for k in ("ids", "top", "sampled", "lse", "projected", "norm")
+    }
     projection: np.ndarray | None = None
     step_difference = 0.0
     for number, prompt in enumerate(prompts):
         progress("golden", number, len(prompts) + 1)
         states, logits = runtime.hidden_states(prompt.ids)
         if projection is None:
-            projection = (rng.standard_normal((states.shape[-1], PROJECTED)) / np.sqrt(PROJECTED)).astype(np.float32)
+            projection = (rng.standard_normal((states.shape[-1], PROJECTED)) / np.sqrt(PROJECTED)).astype(
+                np.float32
+            )
         largest = np.argsort(-logits, axis=1, kind="stable")[:, :count].astype(np.int32)
         parts["ids"].append(largest)
         parts["top"].append(np.take_along_axis(logits, largest, axis=1))
@@ -184,7 +204,9 @@ def record(
     )
 
 
-def golden_prompts(tokenizer: Any, context_length: int, *, chat_text: str | None, vocab_size: int) -> tuple[list[Prompt], int]:
+def golden_prompts(
+    tokenizer: Any, context_length: int, *, chat_text: str | None, vocab_size: int
+) -> tuple[list[Prompt], int]:
     """The prompts of a record, none longer than the context, with at least `MIN_POSITIONS` positions in all.
 
     Returns them with the number of the one that greedy decoding continues (room is left for it where it can be).
@@ -194,9 +216,13 @@ def golden_prompts(tokenizer: Any, context_length: int, *, chat_text: str | None
     def encode(text: str, limit: int) -> Prompt:
         ids = [i for i in tokenizer.encode(text).ids if i < vocab_size]
         kept = ids[:limit]
-        return Prompt(text if len(kept) == len(ids) else tokenizer.decode(kept, skip_special_tokens=False), kept)
+        return Prompt(
+            text if len(kept) == len(ids) else tokenizer.decode(kept, skip_special_tokens=False), kept
+        )
 
-    first = max(1, min(64, context_length - GREEDY_TOKENS if context_length > GREEDY_TOKENS else context_length // 2))
+    first = max(
+        1, min(64, context_length - GREEDY_TOKENS if context_length > GREEDY_TOKENS else context_length // 2)
+    )
     if chat_text is None:
         prompts = [encode("The history of the printing press began", first)]
     else:
@@ -212,7 +238,9 @@ def golden_prompts(tokenizer: Any, context_length: int, *, chat_text: str | None
     return [p for p in prompts if p.ids], 0
 
 
-def greedy_continuation(runtime: FullRuntime, ids: Sequence[int], count: int, end_ids: Sequence[int]) -> tuple[list[int], list[float]]:
+def greedy_continuation(
+    runtime: FullRuntime, ids: Sequence[int], count: int, end_ids: Sequence[int]
+) -> tuple[list[int], list[float]]:
     """Up to `count` greedy ids after `ids` (an end id is kept and ends it), and each step's margin."""
     runtime.reset()
     logits = runtime.prefill(ids)

@@ -35,7 +35,13 @@ class PolarFactors:
         return float(self.singular_values[-1] / self.singular_values[0])
 
 
-def polar(table: np.ndarray, *, name: str = "the token table", dtype: Any = np.float32, max_condition: float = MAX_CONDITION) -> PolarFactors:
+def polar(
+    table: np.ndarray,
+    *,
+    name: str = "the token table",
+    dtype: Any = np.float32,
+    max_condition: float = MAX_CONDITION,
+) -> PolarFactors:
     """Thin polar decomposition of `table` [V, d]; `memory` is rounded to `dtype` last.
 
     Raises `InputError` for a table that is not finite, has fewer rows than columns, is rank deficient or has
@@ -100,8 +106,12 @@ def check_finite(table: np.ndarray, name: str) -> None:
         if bad.any():
             place = [int(i) for i in np.argwhere(bad)[0]]
             place[0] += start
-            count = sum(int((~np.isfinite(table[i : i + _CHUNK])).sum()) for i in range(0, len(table), _CHUNK))
-            raise InputError(f"{name} holds {count} values that are not finite, the first at {place}; repair the checkpoint.")
+            count = sum(
+                int((~np.isfinite(table[i : i + _CHUNK])).sum()) for i in range(0, len(table), _CHUNK)
+            )
+            raise InputError(
+                f"{name} holds {count} values that are not finite, the first at {place}; repair the checkpoint."
+            )
 
 
 class _Product:

@@ -33,7 +33,14 @@ class PITInterface(nn.Module):
     Parameters are float32 and stay so when the model around is cast; autocast is off inside.
     """
 
-    def __init__(self, memory: torch.Tensor, cholesky: torch.Tensor, bridge: torch.Tensor | float | None = None, *, memory_kind: str = "frozen") -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        cholesky: torch.Tensor,
+        bridge: torch.Tensor | float | None = None,
+        *,
+        memory_kind: str = "frozen",
+    ) -> None:
         super().__init__()
         if memory_kind not in MEMORIES:
             raise ValueError(f"memory_kind is {memory_kind!r}; choose one of {MEMORIES}")
@@ -47,7 +54,9 @@ class PITInterface(nn.Module):
         self.embedding_multiplier: torch.Tensor | None
         if isinstance(bridge, torch.Tensor) and bridge.ndim == 2:
             self.bridge = nn.Parameter(bridge)
-        multiplier = None if bridge is None or self.bridge is not None else torch.as_tensor(bridge, dtype=memory.dtype)
+        multiplier = (
+            None if bridge is None or self.bridge is not None else torch.as_tensor(bridge, dtype=memory.dtype)
+        )
         self.register_buffer("embedding_multiplier", multiplier)
         self._precise = False
 
@@ -108,7 +117,9 @@ class PITInterface(nn.Module):
             total += (z @ cholesky @ cholesky.T).double().T @ embedding.double()
         return interface_error_of(total)
 
-    def _exact(self, tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor] | None = None) -> torch.Tensor:
+    def _exact(
+        self, tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor] | None = None
+    ) -> torch.Tensor:
         tensor = tensor.to(torch.float64 if self._precise else self.memory.dtype)
         return tensor if function is None else function(tensor)
 
@@ -141,7 +152,9 @@ def cholesky_to_raw(cholesky: torch.Tensor) -> torch.Tensor:
     """The inverse of `raw_to_cholesky`; raises ValueError where the diagonal is not positive."""
     diagonal = torch.diagonal(cholesky).double()
     if not bool((diagonal > 0).all()):
-        raise ValueError(f"the diagonal of L must be positive; its smallest entry is {diagonal.min().item():.3g}")
+        raise ValueError(
+            f"the diagonal of L must be positive; its smallest entry is {diagonal.min().item():.3g}"
+        )
     raw = diagonal + torch.log(-torch.expm1(-diagonal))
     return torch.tril(cholesky, -1) + torch.diag(raw.to(cholesky.dtype))
 

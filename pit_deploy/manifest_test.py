@@ -10,13 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from pit_deploy.errors import InputError
-from pit_deploy.manifest import (
-    KINDS,
+from pit_deploy.manifest import KINDS, BundleError, Manifest, QuantizationSummary, TensorError
+from pit_deploy.manifest_reader import (
     SCHEMA_PATH,
-    BundleError,
-    Manifest,
-    QuantizationSummary,
-    TensorError,
     format_manifest,
     manifest_schema,
     parse_manifest,
@@ -238,7 +234,7 @@ def schema_accepts(data: Any) -> bool:
 def test_the_schema_on_disk_is_the_one_of_the_models() -> None:
     path = SCHEMA_PATH.relative_to(ROOT)
     assert SCHEMA_PATH.read_text(encoding="utf-8") == schema_text(), (
-        f"{path} is out of date; rewrite it with: python -m pit_deploy.manifest > {path}"
+        f"{path} is out of date; rewrite it with: python -m pit_deploy.manifest_reader > {path}"
     )
     jsonschema.Draft202012Validator.check_schema(manifest_schema())
 

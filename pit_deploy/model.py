@@ -134,7 +134,14 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-    def save_pretrained(self, save_directory: str | Path, *, overwrite: bool = True, companions: str | Path | None = None, **ignored: Any) -> None:  # type: ignore[override]
+    def save_pretrained(
+        self,
+        save_directory: str | Path,
+        *,
+        overwrite: bool = True,
+        companions: str | Path | None = None,
+        **ignored: Any,
+    ) -> None:  # type: ignore[override]
         """Write a PIT checkpoint. `companions` is a directory whose tokenizer, licence and card are carried along.
 
         The directory is replaced as a whole when everything is written; a failure leaves what was there.
@@ -142,7 +149,12 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
         backbone = {name: tensor for name, tensor in self.backbone.state_dict().items()}
         with atomic_output(save_directory, overwrite=overwrite) as partial:
             write_safetensors(partial, [*backbone.items(), *interface_tensors(self.pit)])
-            config = pit_config(self.config.to_dict(), self.pit.memory_kind, self.pit.bridge_kind, [type(self.backbone).__name__])
+            config = pit_config(
+                self.config.to_dict(),
+                self.pit.memory_kind,
+                self.pit.bridge_kind,
+                [type(self.backbone).__name__],
+            )
             write_json(partial / "config.json", config)
             if companions is not None:
                 copy_companions(Path(companions), partial)
@@ -150,7 +162,9 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
                 self.generation_config.save_pretrained(partial)
 
     @classmethod
-    def from_pretrained(cls, source: str | Path | Checkpoint, *, dtype: torch.dtype | None = None, **ignored: Any) -> PITForCausalLM:  # type: ignore[override]
+    def from_pretrained(
+        cls, source: str | Path | Checkpoint, *, dtype: torch.dtype | None = None, **ignored: Any
+    ) -> PITForCausalLM:  # type: ignore[override]
         """Load a PIT checkpoint. `dtype` is the backbone's (None: as stored); the interface is float32 always.
 
         Raises `InputError` for missing or unexpected tensors, all named at once.
@@ -158,7 +172,9 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         if checkpoint.kind != "pit":
             raise InputError(f"{checkpoint.path} is not a PIT checkpoint; run pit-deploy convert first.")
-        backbone = build_backbone(checkpoint.backbone_config, checkpoint.table_rows, dtype or _stored_dtype(checkpoint))
+        backbone = build_backbone(
+            checkpoint.backbone_config, checkpoint.table_rows, dtype or _stored_dtype(checkpoint)
+        )
         model = cls(backbone, load_interface(checkpoint))
         _load_backbone(backbone, checkpoint)
         if (checkpoint.path / "generation_config.json").is_file():
@@ -171,7 +187,9 @@ def build_backbone(config: dict[str, Any], rows: int, dtype: torch.dtype) -> Pre
     """The library's CausalLM model of this config, without meaningful weights."""
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise InputError(f"config.json: transformers has no causal language model of model_type '{model_type}'.")
+        raise InputError(
+            f"config.json: transformers has no causal language model of model_type '{model_type}'."
+        )
     own = CONFIG_MAPPING[model_type].from_dict({**config, "vocab_size": rows, "tie_word_embeddings": False})
     with no_init_weights(), quiet():
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype)
@@ -192,7 +210,12 @@ def load_interface(checkpoint: Checkpoint) -> PITInterface:
     for key in ("pit.bridge", "pit.embedding_multiplier"):
         if key in checkpoint.tensors:
             bridge = torch.from_numpy(checkpoint.read(key))
-    return PITInterface(torch.from_numpy(memory), torch.from_numpy(cholesky), bridge, memory_kind=checkpoint.config["pit"].get("memory", "frozen"))
+    return PITInterface(
+        torch.from_numpy(memory),
+        torch.from_numpy(cholesky),
+        bridge,
+        memory_kind=checkpoint.config["pit"].get("memory", "frozen"),
+    )
 
 
 def interface_tensors(interface: PITInterface) -> list[tuple[str, torch.Tensor]]:
@@ -205,7 +228,9 @@ def interface_tensors(interface: PITInterface) -> list[tuple[str, torch.Tensor]]
     return tensors
 
 
-def pit_config(config: dict[str, Any], memory: str, bridge: str, architectures: list[str] | None) -> dict[str, Any]:
+def pit_config(
+    config: dict[str, Any], memory: str, bridge: str, architectures: list[str] | None
+) -> dict[str, Any]:
     """config.json of a PIT checkpoint, from the backbone's."""
     own = {
         "version": PIT_VERSION,
@@ -214,7 +239,13 @@ def pit_config(config: dict[str, Any], memory: str, bridge: str, architectures: 
         "memory": memory,
         "bridge": bridge,
     }
-    return {**config, "model_type": MODEL_TYPE, "architectures": ["PITForCausalLM"], "tie_word_embeddings": False, "pit": own}
+    return {
+        **config,
+        "model_type": MODEL_TYPE,
+        "architectures": ["PITForCausalLM"],
+        "tie_word_embeddings": False,
+        "pit": own,
+    }
 
 
 @contextlib.contextmanager
@@ -234,10 +265,17 @@ def quiet() -> Iterator[None]:
 
 def _load_backbone(backbone: PreTrainedModel, checkpoint: Checkpoint) -> None:
     wanted = backbone.state_dict()
-    stored = {name for name in checkpoint.tensors if not name.startswith("pit.") and not name.endswith("rotary_emb.inv_freq")}
+    stored = {
+        name
+        for name in checkpoint.tensors
+        if not name.startswith("pit.") and not name.endswith("rotary_emb.inv_freq")
+    }
     problems = [
         f"{kind} {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-        for kind, names in (("missing:", sorted(set(wanted) - stored)), ("unexpected:", sorted(stored - set(wanted))))
+        for kind, names in (
+            ("missing:", sorted(set(wanted) - stored)),
+            ("unexpected:", sorted(stored - set(wanted))),
+        )
         if names
     ]
     if problems:
@@ -246,7 +284,9 @@ def _load_backbone(backbone: PreTrainedModel, checkpoint: Checkpoint) -> None:
         for name, target in wanted.items():
             value = checkpoint.read_torch(name)
             if value.shape != target.shape:
-                raise InputError(f"{checkpoint.path}: {name} has shape {list(value.shape)}, its config asks for {list(target.shape)}.")
+                raise InputError(
+                    f"{checkpoint.path}: {name} has shape {list(value.shape)}, its config asks for {list(target.shape)}."
+                )
             target.copy_(value)
 
 

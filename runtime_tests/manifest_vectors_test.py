@@ -11,7 +11,8 @@ import jsonschema
 import pytest
 
 from pit_deploy.bundle import Bundle
-from pit_deploy.manifest import KINDS, SCHEMA_PATH, BundleError
+from pit_deploy.manifest import KINDS, BundleError
+from pit_deploy.manifest_reader import SCHEMA_PATH
 
 VECTORS = Path(__file__).parent / "vectors" / "manifests"
 CASES: list[dict[str, Any]] = json.loads((VECTORS / "index.json").read_text(encoding="utf-8"))["cases"]

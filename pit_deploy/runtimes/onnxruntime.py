@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,14 +16,15 @@ from pit_deploy.runtimes.base import check_room
 
 LAST_POSITION = "last_position"
 """The node of an exported graph that keeps the last position alone."""
+_EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
 class OnnxRuntime:
-    """One session and one sequence. Implements `FullRuntime`.
+    """One session and one sequence; implements `FullRuntime`.
 
-    With the profile `default` the cache is one buffer per layer that the session updates in place; with
-    `standard` it grows. `threads` None leaves the number to ONNX Runtime. `load_rss_bytes` is what opening the
-    session added to the resident memory of the process, None where the system does not tell. Raises
+    With the profile `default` the cache is one buffer a layer that the session updates in place; with
+    `standard` it grows. `threads` None leaves their number to ONNX Runtime. `load_rss_bytes` is what opening
+    the session added to the process's resident memory, None where the system does not tell. Raises
     `InputError` where ONNX Runtime cannot open the model.
     """
 
@@ -33,23 +34,195 @@ class OnnxRuntime:
         self,
         model_path: Path | str,
         context_length: int,
-        hidden_states: Sequence[str],
+        hidden_states: Sequence[str] = (),
         threads: int | None = None,
         profile: str = "default",
     ) -> None:
-        self.model_path, self.context_length, self._threads = Path(model_path), context_length, threads
-        self._hidden_states = list(hidden_states)
+        self.model_path, self.context_length = Path(model_path), context_length
+        self._hidden_states, self._threads = list(hidden_states), threads
         before = resident_bytes()
         self._session = self._open(str(self.model_path))
         after = resident_bytes()
-        self.load_rss_bytes = after - before if before is not None and after is not None else None
+        self.load_rss_bytes = None if before is None or after is None else after - before
         self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
-        self._caches: Cache = _SharedCache(self._session, context_length) if profile == "default" else _GrowingCache(self._session)
+        make = _SharedCache if profile == "default" else _GrowingCache
+        self._cache: _Cache = make(self._session, context_length, self.vocab_size)
         self._position = 0
         self._probe: Any = None
 
     @classmethod
     def open(cls, directory: Path | str, manifest: Manifest, threads: int | None = None) -> OnnxRuntime:
-        """Open the model of a bundle, as its manifest describes it."""
+        """Open the model of a bundle as its manifest describes it."""
         model = Path(directory) / manifest.model_file
         return cls(model, manifest.context_length, manifest.hidden_states, threads, manifest.profile)
+
+    @property
+    def position(self) -> int:
+        """Tokens in the cache."""
+        return self._position
+
+    def prefill(self, ids: Sequence[int]) -> np.ndarray:
+        """Append `ids` in one pass and return the logits of the last position, [vocab_size]."""
+        check_room(self, ids)
+        logits = self._cache.run(np.array([ids], np.int64), self._position)
+        self._position += len(ids)
+        return logits
+
+    def decode(self, id: int) -> np.ndarray:
+        """Append one id and return its logits, [vocab_size]."""
+        return self.prefill([id])
+
+    def reset(self) -> None:
+        """Empty the cache."""
+        self._cache.clear()
+        self._position = 0
+
+    def all_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Logits of every position of `ids` from an empty cache, [tokens, vocab_size]; leaves it empty."""
+        return self._run_probe(ids, ["logits"])[0]
+
+    def hidden_states(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """From an empty cache, which stays empty: the residual stream after the embedding and after each
+        layer, [num_hidden_layers + 1, tokens, hidden_size], and the logits [tokens, vocab_size]."""
+        if not self._hidden_states:
+            raise InputError(f"{self.model_path} has no names for its hidden states; export it again.")
+        *states, logits = self._run_probe(ids, [*self._hidden_states, "logits"])
+        return np.stack(states), logits
+
+    def _run_probe(self, ids: Sequence[int], outputs: list[str]) -> list[np.ndarray]:
+        self.reset()
+        check_room(self, ids)
+        if self._probe is None:
+            self._probe = self._open(probe_model(self.model_path, self._hidden_states))
+        tokens = np.array([ids], np.int64)
+        feeds = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
+        feeds |= {name: _empty(shape) for name, _, shape in _states(self._probe)}
+        return [value[0] for value in self._probe.run(outputs, feeds)]
+
+    def _open(self, model: str | bytes) -> Any:
+        """A CPU session. The graph may be in memory; its weights lie beside the file in either case."""
+        onnxruntime = require("onnxruntime", "onnx")
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        if self._threads is not None:
+            options.intra_op_num_threads = self._threads
+        if isinstance(model, bytes):
+            options.add_session_config_entry(_EXTERNAL_FOLDER, str(self.model_path.parent.resolve()))
+        try:
+            return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime raises a class for each status, with only Exception above them
+            reason = " ".join(str(error).split())[:400]
+            raise InputError(
+                f"ONNX Runtime {onnxruntime.__version__} cannot open {self.model_path}: {reason}; if its files are "
+                f"whole (pit-deploy verify), a newer ONNX Runtime may be needed."
+            ) from error
+
+
+def probe_model(model_path: Path, hidden_states: Sequence[str]) -> bytes:
+    """The graph of `model_path` with the logits of all positions, and `hidden_states` as further outputs.
+
+    Nothing is written, and weights are not read: the result refers to the same data file.
+    """
+    onnx = require("onnx", "onnx")
+    model = onnx.load(model_path, load_external_data=False)
+    graph = model.graph
+    last = next((node for node in graph.node if node.name == LAST_POSITION), None)
+    if last is not None:
+        for node in graph.node:
+            node.input[:] = [last.input[0] if name == last.output[0] else name for name in node.input]
+        graph.node.remove(last)
+        logits = next(value for value in graph.output if value.name == "logits")
+        logits.type.tensor_type.shape.dim[1].dim_param = "sequence_length"
+    for name in hidden_states:
+        graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
+    serialized: bytes = model.SerializeToString()
+    return serialized
+
+
+def resident_bytes() -> int | None:
+    """Resident memory of this process; None where there is no /proc."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class _Cache(Protocol):
+    """A session with its keys and values."""
+
+    def run(self, ids: np.ndarray, position: int) -> np.ndarray:
+        """Append `ids` int64 [1, tokens] after `position` others; the last position's logits [vocab_size]."""
+        ...
+
+    def clear(self) -> None: ...
+
+
+class _SharedCache:
+    """Buffers [1, heads, context_length, head_dim] that are past and present at once, bound when made."""
+
+    def __init__(self, session: Any, context_length: int, vocab_size: int) -> None:
+        self._session, self._binding = session, session.io_binding()
+        self._buffers = []
+        for past, present, shape in _states(session):
+            buffer = np.zeros([1, shape[1], context_length, shape[3]], np.float32)
+            self._bind_input(past, buffer)
+            self._bind_output(present, buffer)
+            self._buffers.append(buffer)
+        self._mask = np.ones([1, context_length], np.int64)
+        self._last_only = session.get_outputs()[0].shape[1] == 1
+        self._logits = np.empty([1, 1, vocab_size], np.float32)
+        self._bind_output("logits", self._logits)
+
+    def run(self, ids: np.ndarray, position: int) -> np.ndarray:
+        tokens = ids.shape[1]
+        self._bind_input("input_ids", ids)
+        self._bind_input("attention_mask", self._mask[:, : position + tokens])
+        if not self._last_only and self._logits.shape[1] != tokens:
+            self._logits = np.empty([1, tokens, self._logits.shape[2]], np.float32)
+            self._bind_output("logits", self._logits)
+        self._session.run_with_iobinding(self._binding)
+        return self._logits[0, -1].copy()
+
+    def clear(self) -> None:
+        """Nothing to do: what lies past the mask is never read."""
+
+    def _bind_input(self, name: str, array: np.ndarray) -> None:
+        # By address: nothing is copied. A prefix of a one-row array is contiguous.
+        self._binding.bind_input(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
+
+    def _bind_output(self, name: str, array: np.ndarray) -> None:
+        self._binding.bind_output(name, "cpu", 0, array.dtype, list(array.shape), array.ctypes.data)
+
+
+class _GrowingCache:
+    """Keys and values as each run returns them, one longer a token."""
+
+    def __init__(self, session: Any, context_length: int, vocab_size: int) -> None:
+        self._session, self._names = session, [output.name for output in session.get_outputs()]
+        self.clear()
+
+    def run(self, ids: np.ndarray, position: int) -> np.ndarray:
+        mask = np.ones([1, position + ids.shape[1]], np.int64)
+        values = self._session.run(self._names, {"input_ids": ids, "attention_mask": mask, **self._past})
+        results = dict(zip(self._names, values, strict=True))
+        self._past = {past: results[present] for past, present, _ in _states(self._session)}
+        logits: np.ndarray = results["logits"][0, -1]
+        return logits
+
+    def clear(self) -> None:
+        self._past = {past: _empty(shape) for past, _, shape in _states(self._session)}
+
+
+def _states(session: Any) -> list[tuple[str, str, list[Any]]]:
+    """Input, output and shape of each state."""
+    prefix = "past_key_values."
+    return [
+        (value.name, "present." + value.name.removeprefix(prefix), value.shape)
+        for value in session.get_inputs()
+        if value.name.startswith(prefix)
+    ]
+
+
+def _empty(shape: Sequence[Any]) -> np.ndarray:
+    return np.zeros([1, shape[1], 0, shape[3]], np.float32)

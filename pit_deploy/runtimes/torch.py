@@ -25,7 +25,15 @@ from pit_deploy.runtimes.base import check_room
 class TorchRuntime:
     """A causal model of transformers (or `PITForCausalLM`) behind the runtime protocol."""
 
-    def __init__(self, model: Any, *, name: str, context_length: int | None = None, tokenizer_length: int | None = None, precise: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        name: str,
+        context_length: int | None = None,
+        tokenizer_length: int | None = None,
+        precise: bool = True,
+    ) -> None:
         self.name = name
         self.model = model.eval()
         config = model.config
@@ -71,7 +79,9 @@ class TorchRuntime:
         with contextlib.ExitStack() as hooks:
             for layer in layers:
                 hooks.enter_context(_before(layer, lambda x: states.append(x[0].float().numpy().copy())))
-            hooks.enter_context(_before(self.decoder.norm, lambda x: states.append(x[0].float().numpy().copy())))
+            hooks.enter_context(
+                _before(self.decoder.norm, lambda x: states.append(x[0].float().numpy().copy()))
+            )
             logits = self._forward(ids, use_cache=False)
         return np.stack(states), logits
 
@@ -89,7 +99,11 @@ class TorchRuntime:
 
     @torch.no_grad()
     def _forward(self, ids: Sequence[int], **kwargs: Any) -> np.ndarray:
-        exact = self.model.pit.precise() if self.precise and isinstance(self.model, PITForCausalLM) else contextlib.nullcontext()
+        exact = (
+            self.model.pit.precise()
+            if self.precise and isinstance(self.model, PITForCausalLM)
+            else contextlib.nullcontext()
+        )
         with exact:
             logits: torch.Tensor = self.model(input_ids=torch.tensor([list(ids)]), **kwargs).logits[0].float()
         # Rows without a token can never be generated; exporters mask them in the graph.
@@ -97,20 +111,32 @@ class TorchRuntime:
         return logits.numpy()
 
 
-def open_training(checkpoint: Checkpoint, *, context_length: int | None = None, precise: bool = True) -> TorchRuntime:
+def open_training(
+    checkpoint: Checkpoint, *, context_length: int | None = None, precise: bool = True
+) -> TorchRuntime:
     """The training-time forward of a PIT checkpoint: gather, triangular solves, `Z (T h)`."""
     model = PITForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    return TorchRuntime(model, name="training", context_length=context_length, tokenizer_length=_tokens(checkpoint), precise=precise)
+    return TorchRuntime(
+        model,
+        name="training",
+        context_length=context_length,
+        tokenizer_length=_tokens(checkpoint),
+        precise=precise,
+    )
 
 
 def open_plain(checkpoint: Checkpoint, *, context_length: int | None = None) -> TorchRuntime:
     """A plain checkpoint as transformers runs it, in float32."""
     with quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
-    return TorchRuntime(model, name="transformers", context_length=context_length, tokenizer_length=_tokens(checkpoint))
+    return TorchRuntime(
+        model, name="transformers", context_length=context_length, tokenizer_length=_tokens(checkpoint)
+    )
 
 
-def open_folded(model: FoldedModel, *, context_length: int | None = None, tokenizer_length: int | None = None) -> TorchRuntime:
+def open_folded(
+    model: FoldedModel, *, context_length: int | None = None, tokenizer_length: int | None = None
+) -> TorchRuntime:
     """A folded model of either layout, in float32 PyTorch."""
     backbone = build_backbone(model.config, model.vocab_size, torch.float32)
     scale = getattr(backbone.get_input_embeddings(), "embed_scale", None)
@@ -119,7 +145,9 @@ def open_folded(model: FoldedModel, *, context_length: int | None = None, tokeni
         for name, parameter in backbone.named_parameters():
             if not name.startswith("tables."):
                 parameter.copy_(torch.from_numpy(model.read(name)))
-    return TorchRuntime(backbone, name="folded", context_length=context_length, tokenizer_length=tokenizer_length)
+    return TorchRuntime(
+        backbone, name="folded", context_length=context_length, tokenizer_length=tokenizer_length
+    )
 
 
 class _FoldedEmbedding(nn.Module):
@@ -145,7 +173,9 @@ class _FoldedHead(nn.Module):
         return F.linear(hidden_states, self.weight)
 
 
-def _exchange_tables(backbone: PreTrainedModel, tables: SharedTable | UntiedTables, scale: torch.Tensor | None) -> None:
+def _exchange_tables(
+    backbone: PreTrainedModel, tables: SharedTable | UntiedTables, scale: torch.Tensor | None
+) -> None:
     if isinstance(tables, UntiedTables):
         embedding, head = torch.from_numpy(tables.embedding), torch.from_numpy(tables.head)
         embedding_map = head_map = None

