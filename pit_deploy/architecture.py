@@ -101,7 +101,9 @@ class DecoderConfig:
             )
         head_dim = int(full.get("head_dim") or hidden_size // heads)
         if head_dim % 2:
-            raise InputError(f"config.json: head_dim {head_dim} is odd; rotary positions need an even number.")
+            raise InputError(
+                f"config.json: head_dim {head_dim} is odd; rotary positions need an even number."
+            )
         activation = full.get("hidden_act", "silu")
         if activation not in ACTIVATIONS:
             raise InputError(

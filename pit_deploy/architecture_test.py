@@ -27,15 +27,26 @@ def test_backbone_shapes_are_those_of_transformers(config, model):
 
 
 def test_unsupported_architecture_lists_the_supported():
-    with pytest.raises(InputError, match="'gpt2' cannot be exported; supported are llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        InputError, match="'gpt2' cannot be exported; supported are llama, mistral, qwen2, qwen3"
+    ):
         DecoderConfig.from_hf({"model_type": "gpt2"})
 
 
 def test_windows_follow_the_layer_types():
-    full = {**BASE, "model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    full = {
+        **BASE,
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    }
     assert DecoderConfig.from_hf(full).sliding_windows == (None, 8)
     assert DecoderConfig.from_hf({**full, "use_sliding_window": False}).sliding_windows == (None, None)
-    assert DecoderConfig.from_hf({**BASE, "model_type": "mistral", "sliding_window": 4}).sliding_windows == (4, 4)
+    assert DecoderConfig.from_hf({**BASE, "model_type": "mistral", "sliding_window": 4}).sliding_windows == (
+        4,
+        4,
+    )
 
 
 @pytest.mark.parametrize(

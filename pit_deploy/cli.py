@@ -36,7 +36,9 @@ Json = Annotated[
     str | None,
     typer.Option("--json", metavar="[FILE]", help="Write the result as JSON to FILE, or to standard output."),
 ]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads; the runtime's choice by default.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="CPU threads; the runtime's choice by default.")
+]
 
 
 @app.callback()
@@ -64,19 +66,34 @@ def sample(
 
 @app.command(rich_help_panel="Checkpoints")
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Hugging Face directory, .gguf file or hub id.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="Hugging Face directory, .gguf file or hub id.")
+    ],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    init: Annotated[str, typer.Option(help="polar: from the model's own tables; random: a fresh interface.")] = "polar",
+    init: Annotated[
+        str, typer.Option(help="polar: from the model's own tables; random: a fresh interface.")
+    ] = "polar",
     bridge: Annotated[
         bool,
-        typer.Option("--bridge/--strict", help="Keep the model's function, or the paper's strict form (needs training)."),
+        typer.Option(
+            "--bridge/--strict",
+            help="Keep the model's function, or the paper's strict form (needs training).",
+        ),
     ] = True,
-    memory: Annotated[str, typer.Option(help="Whether training moves the token memory: stiefel or frozen.")] = "stiefel",
-    dtype: Annotated[str | None, typer.Option(help="Of the backbone: float32, bfloat16 or float16; as stored by default.")] = None,
+    memory: Annotated[
+        str, typer.Option(help="Whether training moves the token memory: stiefel or frozen.")
+    ] = "stiefel",
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the backbone: float32, bfloat16 or float16; as stored by default.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="For --init random.")] = 0,
-    memory_key: Annotated[str | None, typer.Option(help="Tensor that holds Z in a PIT model trained elsewhere.")] = None,
+    memory_key: Annotated[
+        str | None, typer.Option(help="Tensor that holds Z in a PIT model trained elsewhere.")
+    ] = None,
     cholesky_key: Annotated[str | None, typer.Option(help="Tensor that holds L (or T) there.")] = None,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Run both models on a text and compare.")] = True,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Run both models on a text and compare.")
+    ] = True,
     overwrite: Overwrite = False,
     json: Json = None,
 ) -> None:
@@ -106,7 +123,9 @@ def convert(
 def fold(
     source: Annotated[str, typer.Argument(metavar="PIT", help="PIT checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    layout: Annotated[str, typer.Option(help="untied: opens in transformers; shared: one table and two small maps.")] = "untied",
+    layout: Annotated[
+        str, typer.Option(help="untied: opens in transformers; shared: one table and two small maps.")
+    ] = "untied",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     overwrite: Overwrite = False,
 ) -> None:
@@ -116,7 +135,9 @@ def fold(
     with bars() as progress:
         call(source, out, layout=layout, dtype=dtype, overwrite=overwrite, progress=progress)
     opens = "It opens in transformers" if layout == "untied" else "pit-deploy reads it"
-    console.done(f"The folded checkpoint is in {out}. {opens}.", f"pit-deploy export {out} bundle --golden {source}")
+    console.done(
+        f"The folded checkpoint is in {out}. {opens}.", f"pit-deploy export {out} bundle --golden {source}"
+    )
 
 
 @app.command(rich_help_panel="Checkpoints")
@@ -136,21 +157,41 @@ def inspect(
 def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="PIT, folded or plain checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    to: Annotated[str | None, typer.Option("--to", help="Target: onnx or hf. [dim]\\[default: onnx][/]")] = None,
-    weights: Annotated[str | None, typer.Option(help="Of the backbone: fp32, fp16, int8, int4. [dim]\\[default: int8][/]")] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", help="Target: onnx or hf. [dim]\\[default: onnx][/]")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Of the backbone: fp32, fp16, int8, int4. [dim]\\[default: int8][/]")
+    ] = None,
     tables: Annotated[
         str | None,
-        typer.Option(help="Of embedding and head; int8 by default, or as --weights where those are fp32 or fp16."),
+        typer.Option(
+            help="Of embedding and head; int8 by default, or as --weights where those are fp32 or fp16."
+        ),
     ] = None,
     layout: Annotated[str | None, typer.Option(help="untied or shared. [dim]\\[default: shared][/]")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens that the cache holds. [dim]\\[default: 2048][/]")] = None,
-    logits: Annotated[str | None, typer.Option(help="last position or all. [dim]\\[default: last][/]")] = None,
-    profile: Annotated[str | None, typer.Option(help="default, or standard: only standard ONNX operators.")] = None,
-    block_size: Annotated[int | None, typer.Option(help="Weights that share a scale. [dim]\\[default: 32][/]")] = None,
-    symmetric: Annotated[bool | None, typer.Option("--symmetric/--zero-points", help="Whether blocks have zero points.")] = None,
-    recipe: Annotated[str | None, typer.Option(help="TOML file of these options, or android, ios, web, desktop.")] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens that the cache holds. [dim]\\[default: 2048][/]")
+    ] = None,
+    logits: Annotated[
+        str | None, typer.Option(help="last position or all. [dim]\\[default: last][/]")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="default, or standard: only standard ONNX operators.")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Weights that share a scale. [dim]\\[default: 32][/]")
+    ] = None,
+    symmetric: Annotated[
+        bool | None, typer.Option("--symmetric/--zero-points", help="Whether blocks have zero points.")
+    ] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="TOML file of these options, or android, ios, web, desktop.")
+    ] = None,
     calibration: Annotated[Path | None, typer.Option(help="Text that stands for the model's use.")] = None,
-    golden: Annotated[str | None, typer.Option(help="PIT checkpoint to record from, when SRC is folded.")] = None,
+    golden: Annotated[
+        str | None, typer.Option(help="PIT checkpoint to record from, when SRC is folded.")
+    ] = None,
     overwrite: Overwrite = False,
     json: Json = None,
 ) -> None:
@@ -185,9 +226,13 @@ def export(
 def verify(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE")],
     runtime: Annotated[str | None, typer.Option(help="Runtime by name; the usual one by default.")] = None,
-    source: Annotated[str | None, typer.Option(help="The exported checkpoint: compare every logit with it, on text.")] = None,
+    source: Annotated[
+        str | None, typer.Option(help="The exported checkpoint: compare every logit with it, on text.")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens of text for --source.")] = 1024,
-    layers: Annotated[bool, typer.Option("--layers", help="Compare hidden states also where the outputs pass.")] = False,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Compare hidden states also where the outputs pass.")
+    ] = False,
     threads: Threads = None,
     json: Json = None,
     html: Annotated[Path | None, typer.Option(help="Write a report with plots.")] = None,
@@ -221,9 +266,14 @@ def verify(
 @app.command(rich_help_panel="Bundles")
 def run(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE")],
-    prompt: Annotated[str, typer.Option(help="Text to continue, or with --chat a message to answer; - reads standard input.")],
+    prompt: Annotated[
+        str,
+        typer.Option(help="Text to continue, or with --chat a message to answer; - reads standard input."),
+    ],
     max_new_tokens: Annotated[int, typer.Option(min=0)] = 256,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the model's own setting by default.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 is greedy; the model's own setting by default.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option()] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
     min_p: Annotated[float | None, typer.Option()] = None,
@@ -292,7 +342,9 @@ def main() -> NoReturn:
         sys.stderr.close()
         sys.exit(141)
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(error, "format_message"):  # a usage error of typer's parser
+        if hasattr(error, "exit_code") and hasattr(
+            error, "format_message"
+        ):  # a usage error of typer's parser
             errors.print(f"[red]Error:[/] {_escape(error.format_message())} Try --help.")
             sys.exit(2)
         if debug:
@@ -322,7 +374,9 @@ def emit(target: str | None, value: dict[str, Any]) -> bool:
 def bars(json: str | None = None) -> Iterator[Progress]:
     """Progress bars on standard error where it is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty() or json == "-") as shown:
+    with Bars(
+        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty() or json == "-"
+    ) as shown:
         tasks: dict[str, TaskID] = {}
 
         def progress(stage: str, done: int, total: int) -> None:

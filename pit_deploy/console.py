@@ -36,15 +36,22 @@ def megabytes(count: int | None) -> str:
 
 def print_conversion(report: ConversionReport) -> None:
     table = _table("what", "source", "PIT")
-    table.add_row("interface error (delta_TI)", _number(report.interface_error_source), _number(report.interface_error))
+    table.add_row(
+        "interface error (delta_TI)", _number(report.interface_error_source), _number(report.interface_error)
+    )
     table.add_row("loss, nats a token", _number(report.loss_source, ".4f"), _number(report.loss, ".4f"))
     table.add_row("condition of T", "", _number(report.condition, ".4g"))
     table.add_row("largest difference of a logit", "", _number(report.max_logit_difference))
     out.print(table)
     notes(report.notes)
     if report.bridge == "none" and report.init == "polar":
-        out.print("[yellow]Note:[/] without a bridge the embedding is new to the backbone; train before you export.")
-    done(f"The PIT checkpoint is in {report.out} (bridge: {report.bridge}).", f"pit-deploy export {report.out} bundle")
+        out.print(
+            "[yellow]Note:[/] without a bridge the embedding is new to the backbone; train before you export."
+        )
+    done(
+        f"The PIT checkpoint is in {report.out} (bridge: {report.bridge}).",
+        f"pit-deploy export {report.out} bundle",
+    )
 
 
 def print_export(report: ExportReport) -> None:
@@ -68,7 +75,9 @@ def print_export(report: ExportReport) -> None:
 def print_parity(report: ParityReport) -> None:
     gate = report.gate
     table = _table("figure", "value", "limit")
-    table.add_row("max abs logit error", f"{report.worst_abs:.3g}", "-" if gate.max_abs is None else f"{gate.max_abs:g}")
+    table.add_row(
+        "max abs logit error", f"{report.worst_abs:.3g}", "-" if gate.max_abs is None else f"{gate.max_abs:g}"
+    )
     table.add_row("mean KL", f"{report.mean_kl:.3g}", f"{gate.mean_kl:g}")
     table.add_row("top-1 agreement", f"{report.top1_rate:.2%}", f"{gate.top1:.1%}")
     limit = f"{report.greedy_tokens}" if gate.greedy else "-"

@@ -41,12 +41,22 @@ class DemoResult:
             "conversion": self.conversion.to_dict(),
             "exports": [e.to_dict() for e in self.exports],
             "parity": [p.to_dict() for p in self.parities],
-            "chat": {"question": self.question, "answer": self.answer, "tokens_per_second": self.tokens_per_second},
+            "chat": {
+                "question": self.question,
+                "answer": self.answer,
+                "tokens_per_second": self.tokens_per_second,
+            },
             "seconds": self.seconds,
         }
 
 
-def demo(out: str | Path = "demo", *, threads: int | None = None, overwrite: bool = False, progress: Progress = silent) -> DemoResult:
+def demo(
+    out: str | Path = "demo",
+    *,
+    threads: int | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+) -> DemoResult:
     """Sample, convert with the bridge, fold, export fp32 and int8, verify both, answer a question, report.
 
     Everything lands in `out`: sample/, pit/, folded/, onnx-fp32/, onnx-int8/ and report.html. With `overwrite`
@@ -93,7 +103,9 @@ def demo(out: str | Path = "demo", *, threads: int | None = None, overwrite: boo
                 )
             )
         with _timed(seconds, f"verify {precision}"):
-            result.parities.append(verify(out / f"onnx-{precision}", layers=True, threads=threads, progress=progress))
+            result.parities.append(
+                verify(out / f"onnx-{precision}", layers=True, threads=threads, progress=progress)
+            )
     with _timed(seconds, "chat"):
         answer = run(out / "onnx-int8", QUESTION, max_new_tokens=96, chat=True, threads=threads)
     result.answer, result.tokens_per_second = answer.text, answer.generation.tokens_per_second

@@ -102,6 +102,14 @@ class Exporter(Protocol):
         """Write the artifact's own files into `directory` (empty, temporary). Tensors are read one at a time."""
         ...
 
-    def finish(self, directory: Path, config: DecoderConfig, *, context_length: int, bos_id: int | None, end_ids: list[int]) -> None:
+    def finish(
+        self,
+        directory: Path,
+        config: DecoderConfig,
+        *,
+        context_length: int,
+        bos_id: int | None,
+        end_ids: list[int],
+    ) -> None:
         """Add what needs the tokenizer's files, which lie in `directory` by now. Bundles only."""
         ...

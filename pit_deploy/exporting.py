@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,7 +42,10 @@ from pit_deploy.manifest import (
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.plan import QuantizationPlan
 
-CALIBRATION_TOKENS = 1024
+if TYPE_CHECKING:
+    from pit_deploy.runtimes.torch import TorchRuntime
+
+CALIBRATION_TOKENS = 2048
 _CALIBRATION_PROMPT = 256
 _WEIGHT_FILES = ("*.safetensors", "config.json")
 
@@ -106,7 +109,9 @@ def export(
     interrupted export leaves nothing behind. Raises `InputError`.
     """
     exporter = find_exporter(to)
-    options = _resolve(exporter, ExportOptions(to, weights, tables, layout, context, logits, profile, block_size, symmetric))
+    options = _resolve(
+        exporter, ExportOptions(to, weights, tables, layout, context, logits, profile, block_size, symmetric)
+    )
     check_output(out, overwrite=overwrite)
     checkpoint = open_checkpoint(source)
     try:
@@ -123,7 +128,9 @@ def export(
         if isinstance(golden, Calibration):
             learned = golden
         else:
-            learned = calibrate(checkpoint, context_length, text=calibration, reference=golden, progress=progress)
+            learned = calibrate(
+                checkpoint, context_length, text=calibration, reference=golden, progress=progress
+            )
         model = load_folded(checkpoint, _layout(options, checkpoint), progress=progress)
         plan = QuantizationPlan(options.weights or "fp32", options.tables or "fp32", block_size, symmetric)
         model = in_quantization_basis(model, plan, learned)
@@ -131,9 +138,23 @@ def export(
             artifact = exporter.write(model, config, options, plan, tokenizer_length, partial, progress)
             carry_files(checkpoint.path, partial)
             write_json(partial / "config.json", model.config)
-            exporter.finish(partial, config, context_length=context_length, bos_id=_bos_id(checkpoint), end_ids=ends)
+            exporter.finish(
+                partial, config, context_length=context_length, bos_id=_bos_id(checkpoint), end_ids=ends
+            )
             learned.golden.save(partial)
-            body = _manifest(checkpoint, model, config, options, plan, artifact, learned.golden, ends, tokenizer_length, context_length, partial)
+            body = _manifest(
+                checkpoint,
+                model,
+                config,
+                options,
+                plan,
+                artifact,
+                learned.golden,
+                ends,
+                tokenizer_length,
+                context_length,
+                partial,
+            )
             manifest = write_manifest(partial, body)
         report = ExportReport(str(out), to, model.layout, plan.weights, plan.tables, context_length)
         report.parts = {f.path: f.size for f in manifest.files}
@@ -168,9 +189,13 @@ def calibrate(
     if reference is not None:
         recorded = open_checkpoint(reference)
         if recorded.kind != "pit":
-            raise InputError(f"--golden {reference} is a {recorded.kind} checkpoint; name the PIT checkpoint it was folded from.")
+            raise InputError(
+                f"--golden {reference} is a {recorded.kind} checkpoint; name the PIT checkpoint it was folded from."
+            )
         if recorded.table_rows != checkpoint.table_rows:
-            raise InputError(f"--golden {reference} has {recorded.table_rows} table rows, the source {checkpoint.table_rows}.")
+            raise InputError(
+                f"--golden {reference} has {recorded.table_rows} table rows, the source {checkpoint.table_rows}."
+            )
     elif checkpoint.kind == "folded":
         raise InputError(
             f"{checkpoint.path} is folded already, so the training-time outputs cannot be recorded from it; pass "
@@ -179,12 +204,27 @@ def calibrate(
     calibration_text = read_calibration(text)
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     tokens = checkpoint.tokenizer_length()
-    prompts, greedy = golden_prompts(tokenizer, context_length, chat_text=_chat_text(checkpoint), vocab_size=checkpoint.table_rows)
-    opened = open_training(recorded, context_length=context_length) if recorded.kind == "pit" else open_plain(recorded, context_length=context_length)
-    golden = record(opened, prompts, tokenizer_length=tokens, greedy_prompt=greedy, end_ids=_end_ids(checkpoint), progress=progress)
+    prompts, greedy = golden_prompts(
+        tokenizer, context_length, chat_text=_chat_text(checkpoint), vocab_size=checkpoint.table_rows
+    )
+    opened = (
+        open_training(recorded, context_length=context_length)
+        if recorded.kind == "pit"
+        else open_plain(recorded, context_length=context_length)
+    )
+    golden = record(
+        opened,
+        prompts,
+        tokenizer_length=tokens,
+        greedy_prompt=greedy,
+        end_ids=_end_ids(checkpoint),
+        progress=progress,
+    )
     if recorded.kind == "pit":
         golden.how["float32_interface_max_abs"] = _float32_difference(opened, golden)
-    moment, probabilities = _statistics(opened, tokenizer.encode(calibration_text).ids, checkpoint.table_rows, progress)
+    moment, probabilities = _statistics(
+        opened, tokenizer.encode(calibration_text).ids, checkpoint.table_rows, progress
+    )
     return Calibration(golden, moment, probabilities)
 
 
@@ -206,7 +246,11 @@ def in_quantization_basis(model: FoldedModel, plan: QuantizationPlan, learned: C
         learned.state_second_moment,
         row_second_moment=token_second_moment(tables.table, learned.probabilities),
     )
-    return with_tables(model, SharedTable(*apply_basis(tables.table, tables.head_map, tables.embedding_map, basis)), "quantization_basis")
+    return with_tables(
+        model,
+        SharedTable(*apply_basis(tables.table, tables.head_map, tables.embedding_map, basis)),
+        "quantization_basis",
+    )
 
 
 def exporter_names() -> list[str]:
@@ -230,7 +274,9 @@ def _resolve(exporter: Exporter, options: ExportOptions) -> ExportOptions:
     tables = options.tables or (weights if weights in ("fp32", "fp16") else exporter.default_precision)
     profile = options.profile or exporter.profiles[0]
     if profile not in exporter.profiles:
-        raise InputError(f"--profile {profile} is not known for {exporter.name}; choose one of {', '.join(exporter.profiles)}.")
+        raise InputError(
+            f"--profile {profile} is not known for {exporter.name}; choose one of {', '.join(exporter.profiles)}."
+        )
     return replace(options, weights=weights, tables=tables, profile=profile)
 
 
@@ -242,7 +288,12 @@ def _layout(options: ExportOptions, checkpoint: Checkpoint) -> str | None:
 
 
 def _check_shared(checkpoint: Checkpoint, layout: str | None) -> None:
-    if layout == "shared" and checkpoint.kind != "pit" and checkpoint.layout != "shared" and not checkpoint.tied:
+    if (
+        layout == "shared"
+        and checkpoint.kind != "pit"
+        and checkpoint.layout != "shared"
+        and not checkpoint.tied
+    ):
         raise InputError(
             f"{checkpoint.path}: config.json says tie_word_embeddings false and the checkpoint has two different "
             f"tables, so --layout shared cannot be written; pass --layout untied, or convert the model to PIT."
@@ -250,7 +301,14 @@ def _check_shared(checkpoint: Checkpoint, layout: str | None) -> None:
     checkpoint.check_tables()
 
 
-def _export_plain(checkpoint: Checkpoint, exporter: Exporter, options: ExportOptions, out: Path, overwrite: bool, progress: Progress) -> ExportReport:
+def _export_plain(
+    checkpoint: Checkpoint,
+    exporter: Exporter,
+    options: ExportOptions,
+    out: Path,
+    overwrite: bool,
+    progress: Progress,
+) -> ExportReport:
     """A target that is a checkpoint and not a bundle."""
     config = DecoderConfig.from_hf(checkpoint.backbone_config)
     exporter.check(config, options)
@@ -260,27 +318,43 @@ def _export_plain(checkpoint: Checkpoint, exporter: Exporter, options: ExportOpt
         artifact = exporter.write(model, config, options, plan, model.vocab_size, partial, progress)
     parts = {p.relative_to(out).as_posix(): p.stat().st_size for p in sorted(out.rglob("*")) if p.is_file()}
     notes = [*checkpoint.notes, *artifact.notes]
-    return ExportReport(str(out), options.to, model.layout, plan.weights, plan.tables, None, sum(parts.values()), parts, model.folds, None, notes)
+    return ExportReport(
+        str(out),
+        options.to,
+        model.layout,
+        plan.weights,
+        plan.tables,
+        None,
+        sum(parts.values()),
+        parts,
+        model.folds,
+        None,
+        notes,
+    )
 
 
-def _statistics(runtime: Any, ids: list[int], rows: int, progress: Progress) -> tuple[np.ndarray, np.ndarray]:
-    ids = [i for i in ids if i < rows][:CALIBRATION_TOKENS]
-    size = min(_CALIBRATION_PROMPT, runtime.context_length)
-    moment, probabilities = None, np.zeros(rows)
-    for start in range(0, len(ids), size):
-        progress("calibrate", start, len(ids))
-        part = ids[start : start + size]
-        states, logits = runtime.final_states(part)
-        moment = states.T @ states + (0 if moment is None else moment)
+def _statistics(
+    runtime: TorchRuntime, ids: list[int], rows: int, progress: Progress
+) -> tuple[np.ndarray, np.ndarray]:
+    """E[nᵀ n] and the mean next-token distribution, over windows spread evenly through the text."""
+    ids = [i for i in ids if i < rows]
+    if not ids:
+        raise InputError("the calibration text has no tokens; give a longer one.")
+    size = min(_CALIBRATION_PROMPT, runtime.context_length, len(ids))
+    count = max(1, min(CALIBRATION_TOKENS, len(ids)) // size)
+    starts = np.linspace(0, len(ids) - size, count).astype(int)
+    moment, probabilities = np.zeros(()), np.zeros(rows)
+    for number, start in enumerate(starts):
+        progress("calibrate", number, count)
+        states, logits = runtime.final_states(ids[start : start + size])
+        moment = moment + states.T @ states
         for row in logits:
             probabilities += np.exp(row - logsumexp(row))
-    if moment is None:
-        raise InputError("the calibration text has no tokens; give a longer one.")
-    progress("calibrate", len(ids), len(ids))
-    return moment / len(ids), probabilities / len(ids)
+    progress("calibrate", count, count)
+    return moment / (count * size), probabilities / (count * size)
 
 
-def _float32_difference(runtime: Any, golden: GoldenRecord) -> float:
+def _float32_difference(runtime: TorchRuntime, golden: GoldenRecord) -> float:
     """What the reference's logits would differ by if its solves ran in float32."""
     prompt = max(golden.prompts, key=lambda p: len(p.ids))
     start = golden.starts[golden.prompts.index(prompt)]
@@ -290,7 +364,9 @@ def _float32_difference(runtime: Any, golden: GoldenRecord) -> float:
     finally:
         runtime.precise = True
     span = slice(start, start + len(prompt.ids))
-    return float(np.abs(np.take_along_axis(logits, golden.top_ids[span], axis=1) - golden.top_logits[span]).max())
+    return float(
+        np.abs(np.take_along_axis(logits, golden.top_ids[span], axis=1) - golden.top_logits[span]).max()
+    )
 
 
 def _token_files(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any], Any]:
@@ -404,4 +480,3 @@ def _license(directory: Path) -> str | None:
         found = re.search(r"^license:\s*['\"]?([\w.+-]+)", front.group(1), re.MULTILINE) if front else None
         return found.group(1) if found else None
     return None
-

@@ -56,7 +56,9 @@ def _folders() -> list[Path]:
 def _checked(path: Path, options: dict[str, Any]) -> dict[str, Any]:
     from pit_deploy.exporting import export
 
-    known = {n: p.default for n, p in inspect.signature(export).parameters.items() if n not in _NOT_IN_RECIPES}
+    known = {
+        n: p.default for n, p in inspect.signature(export).parameters.items() if n not in _NOT_IN_RECIPES
+    }
     for key, value in options.items():
         if key not in known:
             raise InputError(f"{path}: '{key}' is not an export option; known are {', '.join(known)}.")

@@ -39,14 +39,18 @@ class RopeConfig:
                 "config.json: rope_parameters differ by layer type, which the exporters do not build; "
                 f"supported are one of the kinds {', '.join(KINDS)} for all layers."
             )
-        kinds = {str(scaling[key]) for key in ("rope_type", "type") if scaling.get(key) is not None} or {"default"}
+        kinds = {str(scaling[key]) for key in ("rope_type", "type") if scaling.get(key) is not None} or {
+            "default"
+        }
         if len(kinds) > 1:
             raise InputError(
                 f"config.json: rope_type {scaling['rope_type']!r} and type {scaling['type']!r} differ; keep one."
             )
         kind = kinds.pop()
         if kind not in KINDS:
-            raise InputError(f"config.json: the rope kind '{kind}' is not known; known are {', '.join(KINDS)}.")
+            raise InputError(
+                f"config.json: the rope kind '{kind}' is not known; known are {', '.join(KINDS)}."
+            )
         for holder in (raw, scaling):
             partial = holder.get("partial_rotary_factor")
             if partial not in (None, 1, 1.0):

@@ -50,7 +50,9 @@ def test_tables_equal_transformers_past_the_original_length(fields):
 
 def test_unknown_kind_lists_the_known_ones():
     for key in ("type", "rope_type"):
-        with pytest.raises(InputError, match="'dynamic' is not known; known are default, linear, llama3, yarn"):
+        with pytest.raises(
+            InputError, match="'dynamic' is not known; known are default, linear, llama3, yarn"
+        ):
             DecoderConfig.from_hf({**BASE, "rope_scaling": {key: "dynamic", "factor": 2.0}})
 
 

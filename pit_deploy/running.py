@@ -62,7 +62,9 @@ def run(
     """
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     options = SamplingOptions.from_generation_config(bundle.generation_config, seed=seed)
-    given = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty)
+    given = dict(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
+    )
     options = replace(options, **{k: v for k, v in given.items() if v is not None})
     ids = encode_prompt(bundle, prompt, chat=chat)
     if len(ids) > bundle.manifest.context_length:

@@ -49,7 +49,9 @@ class Backbone:
         assert shape is not None, f"{name} is used twice, or is no tensor of this architecture"
         value = self._model.read(name)
         if value.shape != shape:
-            raise InputError(f"{self._model.source.path}: {name} is {list(value.shape)}, expected {list(shape)}.")
+            raise InputError(
+                f"{self._model.source.path}: {name} is {list(value.shape)}, expected {list(shape)}."
+            )
         total = len(self._expected)
         self._progress("export", total - len(self._remaining), total)
         return value

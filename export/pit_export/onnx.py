@@ -51,7 +51,9 @@ class OnnxExporter:
             require(package, self.extra)
         profile = self._profile(options)
         if profile not in self.profiles:
-            raise InputError(f"--profile {profile} is not known to onnx; choose {' or '.join(self.profiles)}.")
+            raise InputError(
+                f"--profile {profile} is not known to onnx; choose {' or '.join(self.profiles)}."
+            )
         options.context_length(config)
         if options.block_size not in BLOCK_SIZES:
             raise InputError(

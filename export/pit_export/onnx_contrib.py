@@ -57,9 +57,10 @@ class ContribOperators(Operators):
         )
         return outputs[0], outputs[3]
 
-    def quantized_linear(self, x: ir.Value, weight: QuantizedTensor, name: str) -> ir.Value:
+    def quantized_linear(self, x: ir.Value, weight: QuantizedTensor, name: str, output: str) -> ir.Value:
         codes = self.graph.weight(f"{name}.codes", weight.packed_codes())
-        return self.matmul_nbits(x, BlockLayout.of(weight), [codes, *store_scales(self.graph, weight, name)], name, name)
+        stored = [codes, *store_scales(self.graph, weight, name)]
+        return self.matmul_nbits(x, BlockLayout.of(weight), stored, name, output)
 
     def quantized_table(self, table: QuantizedTensor, name: str) -> Table:
         return _QuantizedTable(self, table, name)
@@ -116,7 +117,9 @@ class ContribOperators(Operators):
         return self.config.head_dim % 16 == 0
 
     def _rotate(self, x: ir.Value, name: str) -> ir.Value:
-        return self.graph.op("RotaryEmbedding", [x, self.position_ids, self.cos, self.sin], name, domain=CONTRIB)
+        return self.graph.op(
+            "RotaryEmbedding", [x, self.position_ids, self.cos, self.sin], name, domain=CONTRIB
+        )
 
 
 class _QuantizedTable(Table):
@@ -134,7 +137,11 @@ class _QuantizedTable(Table):
         padded = layout.padded_columns != layout.columns
         gathered = self._graph.op(
             "GatherBlockQuantized",
-            [self._code_view("code_rows", layout.rows, layout.blocks * self._block_bytes), ids, *self._scales],
+            [
+                self._code_view("code_rows", layout.rows, layout.blocks * self._block_bytes),
+                ids,
+                *self._scales,
+            ],
             f"{name}.gather",
             output=None if padded else output,
             domain=CONTRIB,

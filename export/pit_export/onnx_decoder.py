@@ -16,6 +16,7 @@ from pit_export.onnx_operators import Encoded, Operators, Table, stack_rows
 
 LAST_POSITION = "last_position"
 """The node that keeps the last position; a graph without it gives the logits of all."""
+EMBEDDING = "model.embed_tokens.weight"
 MASKED_LOGIT = -1e9
 """Added to the logits of ids without a token; finite, and below what any temperature brings back."""
 
@@ -49,7 +50,9 @@ class DecoderGraph:
         embedding, head = self._tables(tables)
         x = embedding(ids, names[0])
         presents: list[ir.Value] = []
-        n = self.operators.norm(x, self._gain("model.layers.0.input_layernorm"), "model.layers.0.input_layernorm")
+        n = self.operators.norm(
+            x, self._gain("model.layers.0.input_layernorm"), "model.layers.0.input_layernorm"
+        )
         for layer in range(layers):
             prefix = f"model.layers.{layer}"
             y, *present = self._attention(layer, n, pasts[layer])
@@ -74,19 +77,22 @@ class DecoderGraph:
         return ["batch_size", self.config.num_key_value_heads, length, self.config.head_dim]
 
     def _tables(self, tables: Tables) -> tuple[_Embedding, _Head]:
-        """Store the token tables; the embedding is a function of ids, the head one of the final state."""
+        """Store the token tables; returns the embedding, a function of ids, and the head, one of the final state."""
         graph, operators = self.graph, self.operators
         if not isinstance(tables, SharedTable):
-            embedding, head = (
-                operators.table(self._plan.encode(name, table, "tables"), name)
-                for name, table in (("model.embed_tokens.weight", tables.embedding), ("lm_head.weight", tables.head))
+            embedding = operators.table(self._table(tables.embedding, EMBEDDING), EMBEDDING)
+            return embedding.rows, lambda n, output: operators.linear(
+                n, self._table(tables.head, "lm_head.weight"), "lm_head", output=output
             )
-            return embedding.rows, head.product
         plain = tables.head_map is None and tables.embedding_map is None
-        name = "model.embed_tokens.weight" if plain else "pit.table"
-        table = operators.table(self._plan.encode(name, tables.table, "tables"), name)
-        # Built by closures: either map may be missing, and then the table's own value takes the final name.
-        return _mapped_rows(graph, table, tables.embedding_map), _mapped_product(graph, table, tables.head_map)
+        name = EMBEDDING if plain else "pit.table"
+        table = operators.table(self._table(tables.table, name), name)
+        return _mapped_rows(graph, table, tables.embedding_map), _mapped_product(
+            graph, table, tables.head_map
+        )
+
+    def _table(self, table: np.ndarray, name: str) -> Encoded:
+        return self._plan.encode(name, table, "tables")
 
     def _attention(self, layer: int, n: ir.Value, past: Sequence[ir.Value]) -> list[ir.Value]:
         config, name = self.config, f"model.layers.{layer}.self_attn"

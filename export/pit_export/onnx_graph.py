@@ -73,9 +73,7 @@ class GraphBuilder:
         array = np.ascontiguousarray(array)
         return array if array.nbytes < self._inline_below else self._weights.append(array)
 
-    def initializer(
-        self, name: str, stored: Stored, dtype: ir.DataType, shape: Sequence[int]
-    ) -> ir.Value:
+    def initializer(self, name: str, stored: Stored, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
         """A name, type and shape for stored bytes, which may get several.
 
         4-bit elements lie two in a byte, the first in the low half. (Two initializers over the same bytes
@@ -85,7 +83,13 @@ class GraphBuilder:
         if isinstance(stored, ByteRange):
             path = self._weights.path
             tensor: ir.TensorProtocol = ir.ExternalTensor(
-                path.name, stored.offset, stored.length, dtype, shape=ir.Shape(shape), name=name, base_dir=path.parent
+                path.name,
+                stored.offset,
+                stored.length,
+                dtype,
+                shape=ir.Shape(shape),
+                name=name,
+                base_dir=path.parent,
             )
         elif dtype.bitwidth < 8:
             tensor = ir.PackedTensor(stored.reshape(-1), dtype, shape=ir.Shape(shape), name=name)

@@ -79,7 +79,7 @@ class Operators(ABC):
         """The norm of `x + residual`, and the sum itself, which is named `total`."""
 
     @abstractmethod
-    def quantized_linear(self, x: ir.Value, weight: QuantizedTensor, name: str) -> ir.Value:
+    def quantized_linear(self, x: ir.Value, weight: QuantizedTensor, name: str, output: str) -> ir.Value:
         """`x weightᵀ`."""
 
     @abstractmethod
@@ -99,22 +99,37 @@ class Operators(ABC):
         """Whether `attention` takes q, k and v as one value."""
         return False
 
-    def linear(self, x: ir.Value, weight: Encoded, name: str, bias: np.ndarray | None = None) -> ir.Value:
+    def linear(
+        self,
+        x: ir.Value,
+        weight: Encoded,
+        name: str,
+        bias: np.ndarray | None = None,
+        *,
+        output: str | None = None,
+    ) -> ir.Value:
         """`x weightᵀ + bias`. A float16 weight is widened: activations are float32 everywhere."""
-        product = name if bias is None else f"{name}.product"
+        output = output or name
+        product = output if bias is None else f"{name}.product"
         if isinstance(weight, QuantizedTensor):
-            y = self.quantized_linear(x, weight, product)
+            y = self.quantized_linear(x, weight, name, product)
         else:
             # Stored as [columns, rows]: a product with a transposed weight would be transposed at each load.
             stored = as_float32(self.graph, self.graph.weight(f"{name}.weight", weight.T))
-            y = self.graph.op("MatMul", [x, stored], product)
+            y = self.graph.op("MatMul", [x, stored], name, output=product)
         if bias is None:
             return y
-        return self.graph.op("Add", [y, self.graph.weight(f"{name}.bias", bias)], name)
+        return self.graph.op(
+            "Add", [y, self.graph.weight(f"{name}.bias", bias)], f"{name}.add", output=output
+        )
 
     def table(self, table: Encoded, name: str) -> Table:
         """Store a token table."""
-        return self.quantized_table(table, name) if isinstance(table, QuantizedTensor) else FloatTable(self.graph, table, name)
+        return (
+            self.quantized_table(table, name)
+            if isinstance(table, QuantizedTensor)
+            else FloatTable(self.graph, table, name)
+        )
 
     def activation(self, x: ir.Value, name: str) -> ir.Value:
         """The gate's activation, `hidden_act` of the config."""
@@ -136,7 +151,9 @@ class Operators(ABC):
         graph = self.graph
         split = graph.op("Reshape", [x, graph.integers(0, 0, heads, self.config.head_dim)], f"{name}.split")
         normed = self.norm(split, gain, name)
-        return graph.op("Reshape", [normed, graph.integers(0, 0, heads * self.config.head_dim)], f"{name}.joined")
+        return graph.op(
+            "Reshape", [normed, graph.integers(0, 0, heads * self.config.head_dim)], f"{name}.joined"
+        )
 
     def positions(self, ids: ir.Value, mask: ir.Value) -> ir.Value:
         """The position of each new token among the unmasked ones, int64 [batch, sequence]."""
@@ -169,7 +186,8 @@ class FloatTable(Table):
 def table_product(graph: GraphBuilder, table: ir.Value, x: ir.Value, name: str, output: str) -> ir.Value:
     """`x tableᵀ` for a float32 `table` [rows, columns].
 
-    The table is the left factor: a constant right factor would be packed into a second copy in memory.
+    The table is the left factor: ONNX Runtime packs a constant right factor into a second copy in memory
+    (faster by 5 ms a token for 49152 x 576, one thread, and larger by the table's 113 MB).
     """
     columns = graph.op("Transpose", [x], f"{name}.columns", perm=[0, 2, 1])
     y = graph.op("MatMul", [table, columns], f"{name}.product")

@@ -55,7 +55,7 @@ class StandardOperators(Operators):
         added = self.graph.op("Add", [x, residual], f"{name}.sum", output=total)
         return self.norm(added, gain, name), added
 
-    def quantized_linear(self, x: ir.Value, weight: QuantizedTensor, name: str) -> ir.Value:
+    def quantized_linear(self, x: ir.Value, weight: QuantizedTensor, name: str, output: str) -> ir.Value:
         # Stored as [columns, rows], so that no node transposes it (ONNX Runtime then fuses the pair).
         graph, shape = self.graph, weight.codes.shape[::-1]
         codes = graph.store(code_bytes(weight, transposed=True))
@@ -65,15 +65,19 @@ class StandardOperators(Operators):
         ]
         if weight.zero_points is not None:
             stored.append(self._zero_points(weight.zero_points.T, weight.bits, f"{name}.zero_points"))
-        matrix = graph.op("DequantizeLinear", stored, f"{name}.dequantized", axis=0, block_size=weight.block_size)
+        matrix = graph.op(
+            "DequantizeLinear", stored, f"{name}.dequantized", axis=0, block_size=weight.block_size
+        )
         if weight.codes.shape[1] != weight.columns:
             matrix = graph.cut(matrix, weight.columns, 0, f"{name}.unpadded")
-        return graph.op("MatMul", [x, matrix], name)
+        return graph.op("MatMul", [x, matrix], name, output=output)
 
     def _zero_points(self, points: np.ndarray, bits: int, name: str) -> ir.Value:
         if bits == 8:
             return self.graph.weight(name, points)
-        return self.graph.initializer(name, self.graph.store(pack_flat(points)), ir.DataType.UINT4, points.shape)
+        return self.graph.initializer(
+            name, self.graph.store(pack_flat(points)), ir.DataType.UINT4, points.shape
+        )
 
     def quantized_table(self, table: QuantizedTensor, name: str) -> Table:
         return _QuantizedTable(self.graph, table, name)
@@ -96,7 +100,9 @@ class StandardOperators(Operators):
         )
 
     def _rotate(self, x: ir.Value, heads: int, name: str) -> ir.Value:
-        return self.graph.op("RotaryEmbedding", [x, self.cos, self.sin, self.position_ids], name, num_heads=heads)
+        return self.graph.op(
+            "RotaryEmbedding", [x, self.cos, self.sin, self.position_ids], name, num_heads=heads
+        )
 
 
 class _QuantizedTable(Table):
@@ -108,7 +114,9 @@ class _QuantizedTable(Table):
         self._codes = graph.store(code_bytes(table))
         self._scales = graph.weight(f"{name}.scales", table.scales)
         # Gathered as bytes, but read by DequantizeLinear in the type of the codes.
-        self._points = None if table.zero_points is None else graph.weight(f"{name}.zero_points", table.zero_points)
+        self._points = (
+            None if table.zero_points is None else graph.weight(f"{name}.zero_points", table.zero_points)
+        )
 
     def rows(self, ids: ir.Value, output: str) -> ir.Value:
         graph, layout, name = self._graph, self._layout, self._name
@@ -140,7 +148,9 @@ class _QuantizedTable(Table):
             if layout.bits == 4:
                 points = graph.op("Cast", [points], f"{name}.zero_points.uint4", to=ir.DataType.UINT4.value)
             stored.append(points)
-        matrix = graph.op("DequantizeLinear", stored, f"{name}.dequantized", axis=1, block_size=layout.block_size)
+        matrix = graph.op(
+            "DequantizeLinear", stored, f"{name}.dequantized", axis=1, block_size=layout.block_size
+        )
         if layout.padded_columns != layout.columns:
             matrix = graph.cut(matrix, layout.columns, 1, f"{name}.dequantized.unpadded")
         return table_product(graph, matrix, x, name, output)

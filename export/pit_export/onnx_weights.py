@@ -70,7 +70,9 @@ def check_model_file(path: Path) -> None:
     onnx = require("onnx", "onnx")
     size = path.stat().st_size
     if size > MAX_GRAPH_BYTES:
-        raise PitDeployError(f"{path.name} has {size} bytes, more than {MAX_GRAPH_BYTES}: weights are inside it.")
+        raise PitDeployError(
+            f"{path.name} has {size} bytes, more than {MAX_GRAPH_BYTES}: weights are inside it."
+        )
     model = onnx.load(path, load_external_data=False)
     sizes: dict[str, int] = {}
     for tensor in model.graph.initializer:
@@ -79,7 +81,9 @@ def check_model_file(path: Path) -> None:
         entries = {entry.key: entry.value for entry in tensor.external_data}
         location, offset, length = entries["location"], int(entries["offset"]), int(entries["length"])
         if Path(location).name != location:
-            raise PitDeployError(f"{path.name}: {tensor.name} lies in '{location}', which is not beside the graph.")
+            raise PitDeployError(
+                f"{path.name}: {tensor.name} lies in '{location}', which is not beside the graph."
+            )
         available = sizes.setdefault(location, (path.parent / location).stat().st_size)
         if offset + length > available or length != tensor_bytes(tensor):
             raise PitDeployError(

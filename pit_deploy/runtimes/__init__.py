@@ -23,6 +23,7 @@ def open_runtime(bundle: Bundle, name: str | None = None, *, threads: int | None
         )
     if threads is not None and threads < 1:
         raise InputError(f"--threads {threads} is not possible; give at least 1.")
-    from pit_deploy.runtimes.onnxruntime import open_bundle
+    from pit_deploy.runtimes.onnxruntime import OnnxRuntime, check_external_data
 
-    return open_bundle(bundle, threads=threads)
+    check_external_data(bundle)
+    return OnnxRuntime.open(bundle.path, bundle.manifest, threads)

@@ -110,7 +110,9 @@ class OnnxRuntime:
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(self.model_path.parent.resolve()))
         try:
             return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime raises a class for each status, with only Exception above them
+        except (
+            Exception
+        ) as error:  # ONNX Runtime raises a class for each status, with only Exception above them
             reason = " ".join(str(error).split())[:400]
             raise InputError(
                 f"ONNX Runtime {onnxruntime.__version__} cannot open {self.model_path}: {reason}; if its files are "
