@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pit_deploy.architecture import FAMILIES
+from pit_deploy.architecture import FAMILIES, with_defaults
 from pit_deploy.errors import InputError
 from pit_deploy.extras import require
 
@@ -31,8 +31,10 @@ EMBEDDING_KEYS = (
     "model.decoder.embed_tokens.weight",
 )
 HEAD_KEYS = ("lm_head.weight", "embed_out.weight")
-SHARD_BYTES = 4_000_000_000
-_TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gpt2", "opt")
+SHARD_BYTES = 2_000_000_000
+"""A shard is held in memory while it is written."""
+OWN_VERSION = 1
+"""The newest `pit` and `pit_fold` record that is read, and the one that is written."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Checkpoint:
 
     @property
     def kind(self) -> str:
-        if "pit" in self.config:
+        if self.config.get("pit") is not None:
             return "pit"
-        return "folded" if "pit_fold" in self.config else "plain"
+        return "folded" if self.config.get("pit_fold") is not None else "plain"
 
     @property
     def layout(self) -> str | None:
@@ -75,15 +77,17 @@ class Checkpoint:
     @property
     def backbone_config(self) -> dict[str, Any]:
         """config.json as the backbone alone would have it."""
-        config = {k: v for k, v in self.config.items() if k not in ("pit", "pit_fold", "architectures")}
+        # auto_map names Python files of the source, which are never run and never carried along.
+        own = ("pit", "pit_fold", "architectures", "auto_map")
+        config = {k: v for k, v in self.config.items() if k not in own}
         config["model_type"] = self.model_type
         return config
 
     @property
     def tied(self) -> bool:
-        """Whether the config says that the embedding is the head (the family's default where it is silent)."""
+        """Whether the embedding is the head: as the config says, or by its family's default where it is silent."""
         said = self.config.get("tie_word_embeddings")
-        return self.model_type in _TIED_BY_DEFAULT if said is None else bool(said)
+        return bool(with_defaults(self.backbone_config)["tie_word_embeddings"] if said is None else said)
 
     @property
     def embedding_key(self) -> str:
@@ -119,10 +123,14 @@ class Checkpoint:
         info = self.tensors.get(name)
         if info is None:
             raise InputError(f"{self.path}: the tensor {name} is missing.")
-        safetensors = require("safetensors", "onnx")
+        import safetensors
+
         require("torch", "onnx")
-        with safetensors.safe_open(info.file, framework="pt") as file:
-            tensor: torch.Tensor = file.get_tensor(name)
+        try:
+            with safetensors.safe_open(info.file, framework="pt") as file:
+                tensor: torch.Tensor = file.get_tensor(name)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise InputError(f"{info.file}: {name} cannot be read: {error}; fetch the file again.") from error
         return tensor
 
     def is_tokenized(self) -> bool:
@@ -144,8 +152,8 @@ class Checkpoint:
         numbers = f"vocab_size {said}, table rows {rows}, tokenizer length {tokens}"
         if tokens > rows:
             raise InputError(
-                f"{self.path}: the tokenizer knows {tokens} ids but the token table has fewer rows ({numbers}); "
-                f"resize the table to the tokenizer before exporting."
+                f"{self.path}: the tokenizer knows {tokens} ids but the token table has fewer rows "
+                f"({numbers}); resize the table to the tokenizer before exporting."
             )
         if said != rows:
             self.note(f"config.json and the token table disagree ({numbers}); the table's rows are used")
@@ -154,9 +162,19 @@ class Checkpoint:
         return tokens
 
     def check_tables(self) -> None:
-        """Raise `InputError` where a plain checkpoint's tables contradict its config (reads them if it must)."""
+        """Raise `InputError` where a plain checkpoint's tables contradict its config.
+
+        Weights are read only where a tied checkpoint carries a head all the same.
+        """
         if self.kind == "pit" or self.layout == "shared":
             return
+        shape = self.tensors[self.embedding_key].shape
+        hidden_size = self.config.get("hidden_size")
+        if len(shape) != 2 or hidden_size not in (None, shape[1]):
+            raise InputError(
+                f"{self.path}: {self.embedding_key} has shape {list(shape)}, config.json asks for "
+                f"[vocab_size, {hidden_size}]."
+            )
         heads = [key for key in HEAD_KEYS if key in self.tensors]
         if not self.tied and not heads:
             raise InputError(
@@ -184,18 +202,19 @@ class Checkpoint:
         self._resources.close()
 
     def _check_redundant_head(self, key: str) -> None:
-        embedding, head = self.read(self.embedding_key), self.read(key)
+        embedding, head = self.read_torch(self.embedding_key), self.read_torch(key)
         if embedding.shape != head.shape:
             raise InputError(
                 f"{self.path}: config.json says tie_word_embeddings true, but {key} {list(head.shape)} and "
                 f"{self.embedding_key} {list(embedding.shape)} differ in shape; correct one of them."
             )
-        difference = float(np.abs(embedding - head).max()) if not np.array_equal(embedding, head) else 0.0
-        if difference:
+        pairs = zip(embedding.split(8192), head.split(8192), strict=True)
+        difference = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
+        if not difference == 0:  # NaN differs too
             raise InputError(
                 f"{self.path}: config.json says tie_word_embeddings true, but {key} differs from "
-                f"{self.embedding_key} by up to {difference:.3g}; set tie_word_embeddings to false to keep both, "
-                f"or delete {key}."
+                f"{self.embedding_key} by up to {difference:.3g}; set tie_word_embeddings to false to keep "
+                f"both, or delete {key}."
             )
         self.note(f"{key} repeats the tied embedding and is ignored")
 
@@ -209,20 +228,21 @@ class Checkpoint:
 def open_checkpoint(source: str | Path, *, weights: bool = True) -> Checkpoint:
     """Open a Hugging Face directory, a .gguf file or a hub id ("owner/name").
 
-    Weights are not read; with `weights` false a directory may also hold none. Raises `InputError` for anything
-    that is not a usable checkpoint.
+    Weights are not read; with `weights` false a directory may also hold none. Raises `InputError` for
+    anything that is not a usable checkpoint.
     """
     path = Path(source)
-    if path.is_file() and path.suffix == ".gguf":
-        return _open_gguf(path)
-    if path.is_file():
-        raise InputError(f"{path} is a file; a checkpoint is a directory with config.json, or a .gguf file.")
-    if path.is_dir():
-        return _open_directory(path, path.resolve().name, weights=weights)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)) and not str(source).startswith("."):
-        return _open_directory(_download(str(source)), str(source))
+    try:
+        if path.is_dir():
+            return _open_directory(path, path.resolve().name, weights=weights)
+        if path.is_file():
+            return _open_file(path)
+    except PermissionError as error:
+        raise InputError(f"{error.filename or path} may not be read by this user.") from error
+    if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
+        return _open_directory(_download(str(source)), str(source), weights=weights)
     raise InputError(
-        f"{source} does not exist; give a checkpoint directory, a .gguf file or a hub id owner/name."
+        f"{source} does not exist; give a checkpoint directory, a GGUF file or a hub id owner/name."
     )
 
 
@@ -238,6 +258,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise InputError(
             f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}."
         ) from error
+    except ValueError as error:  # a number of more digits than Python reads
+        raise InputError(f"{path} is not valid JSON: {error}.") from error
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder; a file is expected.") from None
     except RecursionError:
         raise InputError(f"{path} is nested too deeply to be a config.") from None
     if not isinstance(value, dict):
@@ -259,13 +283,15 @@ def write_safetensors(
 ) -> int:
     """Write tensors to model.safetensors, or to shards with an index where they exceed `shard_bytes`.
 
-    At most one shard is held in memory. Returns the bytes of the tensors.
+    At most one shard is held in memory. Tensors that share memory are written apart. Returns the bytes of the
+    tensors.
     """
     from safetensors.torch import save_file
 
     shards: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     size = total = 0
+    directory.mkdir(exist_ok=True)
 
     def flush() -> None:
         nonlocal pending, size
@@ -277,7 +303,8 @@ def write_safetensors(
         tensor = tensor.contiguous()
         if pending and size + tensor.nbytes > shard_bytes:
             flush()
-        pending[name] = tensor
+        shared = any(tensor.data_ptr() == other.data_ptr() for other in pending.values() if tensor.nbytes)
+        pending[name] = tensor.clone() if shared else tensor
         size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()
     if len(shards) == 1:
@@ -296,15 +323,24 @@ def write_safetensors(
 
 def _open_directory(path: Path, name: str, *, weights: bool = True) -> Checkpoint:
     if not (path / "config.json").is_file():
-        found = sorted(p.name for p in path.iterdir())[:5]
-        raise InputError(
-            f"{path} is not a checkpoint: config.json is missing (found {', '.join(found) or 'an empty folder'})."
-        )
+        found = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "an empty folder"
+        raise InputError(f"{path} is not a checkpoint: config.json is missing (found {found}).")
     config = read_json(path / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise InputError(f'{path / "config.json"}: model_type is missing; add it, for example "llama".')
-    _check_own_version(path, config)
+    quantized = config.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise InputError(
+            f"{path / 'config.json'}: the weights are quantised already ({method or 'method not named'}); give "
+            f"the float checkpoint they were made from."
+        )
+    _check_own_record(path, config)
     checkpoint = Checkpoint(path, name, config, _index(path) if weights or _has_weights(path) else {})
+    if checkpoint.kind == "pit":
+        _check_pit_tensors(checkpoint)
+    if checkpoint.layout == "shared":
+        _check_shapes(checkpoint, "pit.table", ("pit.head_map", "pit.embedding_map"))
     if "auto_map" in config and checkpoint.model_type not in FAMILIES:
         checkpoint.note("the checkpoint asks for its own Python code (auto_map), which is never run")
     return checkpoint
@@ -314,57 +350,112 @@ def _has_weights(path: Path) -> bool:
     return any(path.glob("*.safetensors*")) or any(path.glob("*.bin"))
 
 
-def _check_own_version(path: Path, config: dict[str, Any]) -> None:
-    for key in ("pit", "pit_fold"):
+def _check_own_record(path: Path, config: dict[str, Any]) -> None:
+    """The fields `pit` and `pit_fold` of config.json: known version, known words."""
+    file = path / "config.json"
+    words = {
+        "pit": {"memory": ("frozen", "stiefel"), "bridge": ("none", "scalar", "matrix")},
+        "pit_fold": {"layout": ("untied", "shared")},
+    }
+    for key, allowed in words.items():
         own = config.get(key)
         if own is None:
             continue
-        if not isinstance(own, dict) or not isinstance(own.get("version"), int):
+        version = own.get("version") if isinstance(own, dict) else None
+        if not isinstance(version, int):
+            raise InputError(f"{file}: the field {key} must be an object with a version number.")
+        if version > OWN_VERSION:
             raise InputError(
-                f"{path / 'config.json'}: the field {key} must be an object with a version number."
+                f"{file}: {key}.version is {version} and this pit-deploy reads up to {OWN_VERSION}; update "
+                f"pit-deploy."
             )
-        if own["version"] > 1:
+        for name, values in allowed.items():
+            if own.get(name) not in values:
+                raise InputError(
+                    f"{file}: {key}.{name} is {own.get(name)!r}; it must be {' or '.join(values)}."
+                )
+
+
+def _check_pit_tensors(checkpoint: Checkpoint) -> None:
+    """The interface's tensors are there, have fitting shapes, and are those that config.json announces."""
+    bridge = checkpoint.config["pit"]["bridge"]
+    _check_shapes(
+        checkpoint, "pit.memory", ("pit.cholesky", "pit.bridge") if bridge == "matrix" else ("pit.cholesky",)
+    )
+    announced = {"matrix": {"pit.bridge"}, "scalar": {"pit.embedding_multiplier"}}.get(bridge, set())
+    found = {"pit.bridge", "pit.embedding_multiplier"} & set(checkpoint.tensors)
+    if found != announced:
+        raise InputError(
+            f"{checkpoint.path}: config.json says pit.bridge {bridge}, which goes with "
+            f"{', '.join(announced) or 'no tensor'}, and the checkpoint has {', '.join(sorted(found)) or 'none'}."
+        )
+    if bridge == "scalar" and checkpoint.tensors["pit.embedding_multiplier"].shape != ():
+        raise InputError(f"{checkpoint.path}: pit.embedding_multiplier must be a single number of shape [].")
+
+
+def _check_shapes(checkpoint: Checkpoint, table: str, maps: Iterable[str]) -> None:
+    missing = [name for name in (table, *maps) if name not in checkpoint.tensors]
+    if missing:
+        raise InputError(f"{checkpoint.path}: the tensors {', '.join(missing)} are missing.")
+    shape = checkpoint.tensors[table].shape
+    if len(shape) != 2:
+        raise InputError(f"{checkpoint.path}: {table} has shape {list(shape)}; [vocab_size, hidden_size] is due.")
+    for name in maps:
+        if checkpoint.tensors[name].shape != (shape[1], shape[1]):
             raise InputError(
-                f"{path / 'config.json'}: {key}.version is {own['version']} and this pit-deploy reads up to 1; "
-                f"update pit-deploy."
+                f"{checkpoint.path}: {table} is {list(shape)} and {name} {list(checkpoint.tensors[name].shape)}; "
+                f"the second must be {[shape[1], shape[1]]}."
             )
 
 
 def _index(path: Path) -> dict[str, TensorInfo]:
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if index.is_file():
-        places = read_json(index).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
-            raise InputError(f"{index}: weight_map is missing or not an object of file names.")
-        files = sorted(set(places.values()))
-        escaped = [f for f in files if Path(f).name != f]
-        if escaped:
-            raise InputError(f"{index}: the shard '{escaped[0]}' is not a file of the same folder.")
-        missing = [f for f in files if not (path / f).is_file()]
-        if missing:
-            raise InputError(
-                f"{index} names {len(missing)} shard(s) that are not there: {', '.join(missing)}."
-            )
-        tensors = {k: v for f in files for k, v in _header(path / f).items()}
-        absent = sorted(set(places) - set(tensors))
-        if absent:
-            raise InputError(
-                f"{index} names tensors that no shard holds: {', '.join(absent[:5])} ({len(absent)})."
-            )
-        return tensors
-    if single.is_file():
-        return _header(single)
+    if single.is_file():  # first, as in transformers, so that both read the same where both are there
+        tensors = _header(single)
+    elif index.is_file():
+        tensors = _shards(path, index)
+    else:
+        _refuse_pickle(path)
+        raise InputError(
+            f"{path} has no weights: model.safetensors or model.safetensors.index.json is expected."
+        )
+    if not tensors:
+        raise InputError(f"{path} has weight files without any tensor; fetch them again.")
+    return tensors
+
+
+def _shards(path: Path, index: Path) -> dict[str, TensorInfo]:
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
+        raise InputError(f"{index}: weight_map is missing or not an object of file names.")
+    files = sorted(set(places.values()))
+    escaped = [f for f in files if Path(f).name != f or "\\" in f]
+    if escaped:
+        raise InputError(f"{index}: the shard '{escaped[0]}' is not a file of the same folder.")
+    missing = [f for f in files if not (path / f).is_file()]
+    if missing:
+        raise InputError(f"{index} names {len(missing)} shard(s) that are not there: {', '.join(missing)}.")
+    tensors = {k: v for f in files for k, v in _header(path / f).items()}
+    absent = sorted(set(places) - set(tensors))
+    if absent:
+        raise InputError(
+            f"{index} names tensors that no shard holds: {', '.join(absent[:5])} ({len(absent)})."
+        )
+    return tensors
+
+
+def _refuse_pickle(path: Path) -> None:
     pickles = sorted(p.name for p in [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
     if pickles:
         raise InputError(
-            f"{path} holds its weights only as pickle ({', '.join(pickles[:3])}), which can run code when opened; "
-            f'convert it where you trust it: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{path}').save_pretrained('{path}-safetensors')\""
+            f"{path} holds its weights only as pickle ({', '.join(pickles[:3])}), which can run code when "
+            f'opened; convert it where you trust it: python -c "from transformers import '
+            f"AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}-safetensors')\""
         )
-    raise InputError(f"{path} has no weights: model.safetensors or model.safetensors.index.json is expected.")
 
 
 def _header(file: Path) -> dict[str, TensorInfo]:
+    """Names, dtypes and shapes; the library checks that the declared sizes are those of the file."""
     import safetensors
 
     try:
@@ -373,27 +464,36 @@ def _header(file: Path) -> dict[str, TensorInfo]:
             return {
                 name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices
             }
+    except PermissionError:
+        raise
     except (safetensors.SafetensorError, OSError) as error:
         raise InputError(
-            f"{file} cannot be read as safetensors ({file.stat().st_size} bytes): {error}; it is damaged or was "
-            f"not downloaded whole, so fetch it again."
+            f"{file} cannot be read as safetensors ({file.stat().st_size} bytes): {error}; it is damaged or "
+            f"was not downloaded whole, so fetch it again."
         ) from error
 
 
 def _download(repo: str) -> Path:
     hub = require("huggingface_hub", "onnx")
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*", "README.md"]
     try:
-        return Path(
-            hub.snapshot_download(
-                repo,
-                allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*", "README.md"],
-            )
-        )
+        return Path(hub.snapshot_download(repo, allow_patterns=patterns))
     except Exception as error:  # the hub client raises many kinds: no network, no such repository, no right
-        reason = " ".join(str(error).split())[:300]
         raise InputError(
-            f"{repo} is not a local path and could not be fetched from the hub: {reason}"
+            f"{repo} is not a local path and could not be fetched from the hub: {_one_line(error)}"
         ) from error
+
+
+def _open_file(file: Path) -> Checkpoint:
+    with file.open("rb") as stream:
+        start = stream.read(4)
+    if start == b"GGUF":
+        return _open_gguf(file)
+    if file.suffix.lower() == ".gguf":
+        raise InputError(
+            f"{file} is not a GGUF file: it starts with {start!r} ({file.stat().st_size} bytes); fetch it again."
+        )
+    raise InputError(f"{file} is a file; a checkpoint is a directory with config.json, or a GGUF file.")
 
 
 def _open_gguf(file: Path) -> Checkpoint:
@@ -418,8 +518,7 @@ def write_gguf_as_hf(file: Path, directory: Path) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # a damaged file fails in many ways inside the reader
-        reason = " ".join(str(error).split())[:300]
-        raise InputError(f"{file} cannot be read as GGUF: {reason}") from error
+        raise InputError(f"{file} cannot be read as GGUF: {_one_line(error)}") from error
     # transformers refuses to save a model that it takes for quantised; these weights are plain floats now.
     for holder in (model.config, model):
         if hasattr(holder, "quantization_config"):
@@ -428,6 +527,11 @@ def write_gguf_as_hf(file: Path, directory: Path) -> None:
     model.is_quantized = False
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def outlier_rows(table: np.ndarray, *, chunk: int = 16384) -> np.ndarray:

@@ -86,7 +86,7 @@ def print_parity(report: ParityReport) -> None:
     table.add_row("size on disk", megabytes(report.total_bytes), "-")
     table.add_row("memory taken at load", megabytes(report.load_rss_bytes), "-")
     out.print(table)
-    if report.failures and report.layers:
+    if report.layers:
         print_layers(report)
     notes(report.notes)
     verdict = "[green]passed[/]" if report.passed else "[red]out of tolerance[/]"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pit_deploy.errors import InputError, OutputExistsError
 
-_PARTIAL = re.compile(r"\.partial-(\d+)$")
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -21,47 +21,68 @@ def atomic_output(path: Path | str, *, overwrite: bool = False, directory: bool 
 
     When the block fails or is interrupted the sibling is removed and `path` stays as it was. Siblings left by
     a process that was killed are removed by the next call for the same path. Raises `OutputExistsError`
-    before the block when `path` exists and `overwrite` is false, and `InputError` when the disk is full.
+    before the block when `path` exists and `overwrite` is false, and `InputError` when the place cannot be
+    written to or the disk is full.
     """
     path = Path(path).absolute()
-    _remove_abandoned(path)
+    _settle_abandoned(path)
     check_output(path, overwrite=overwrite)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
-    _remove(partial)
+    new_parents = [parent for parent in path.parents if not parent.exists()]
+    done = False
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if directory:
-            partial.mkdir()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if directory:
+                partial.mkdir()
+        except OSError as error:
+            if _disk_full(error):
+                raise
+            raise InputError(f"{path} cannot be written: {error.strerror}; choose another place.") from error
         yield partial
-        _sync(partial)
+        _settle(partial)
         _replace(partial, path)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        done = True
+    except Exception as error:
+        if not _disk_full(error):
             raise
-        free = shutil.disk_usage(path.parent).free
+        free = shutil.disk_usage(_existing(path)).free
         raise InputError(
             f"The disk is full: {path} could not be written ({free / 1e6:.0f} MB were free before clean-up); "
             f"free some room or choose another place. Nothing was left behind."
         ) from error
     finally:
         _remove(partial)
+        if not done:
+            for parent in new_parents:
+                with contextlib.suppress(OSError):  # others may have put something there meanwhile
+                    parent.rmdir()
 
 
-def check_output(path: Path | str, *, overwrite: bool = False) -> None:
-    """Refuse an output path that is taken, before any long work. Raises `OutputExistsError`."""
+def check_output(path: Path | str, *, overwrite: bool = False, source: Path | str | None = None) -> None:
+    """Refuse an output path that is taken, before any long work. Raises `OutputExistsError`.
+
+    A path that is or holds `source`, which the result is made from, is refused even with `overwrite`.
+    """
     path = Path(path)
-    if path.is_symlink() or path.exists():
-        if not overwrite:
-            raise OutputExistsError(path)
-        if path.absolute() in (Path.cwd(), *Path.cwd().parents, Path.home()):
-            raise InputError(
-                f"{path} holds the current or home directory and is not replaced; name another output."
-            )
+    try:
+        taken = path.is_symlink() or path.exists()
+    except OSError as error:  # a folder that may not be entered, a name that is too long
+        raise InputError(f"{path} cannot be written: {error.strerror}; choose another place.") from error
+    if not taken:
+        return
+    if not overwrite:
+        raise OutputExistsError(path)
+    real = path.resolve()
+    if source is not None and real in (Path(source).resolve(), *Path(source).resolve().parents):
+        raise InputError(f"{path} is or holds the source {source} and is not replaced; name another output.")
+    if real in (Path.cwd(), *Path.cwd().parents, Path.home(), *Path.home().parents):
+        raise InputError(f"{path} holds the current or home directory and is not replaced; name another output.")
 
 
 def check_room(path: Path | str, needed: int) -> None:
     """Raise `InputError` where the file system of `path` has fewer than `needed` bytes free."""
-    parent = next(p for p in (Path(path).absolute(), *Path(path).absolute().parents) if p.exists())
+    parent = _existing(Path(path).absolute())
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise InputError(
@@ -71,14 +92,16 @@ def check_room(path: Path | str, needed: int) -> None:
 
 
 def _replace(partial: Path, path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        # A directory cannot be renamed over another that is not empty: move the old one aside first.
-        old = path.with_name(f".{path.name}.old.partial-{os.getpid()}")
+    if not path.is_symlink() and not path.exists():
+        partial.rename(path)
+    elif partial.is_dir() or path.is_dir():
+        # A directory replaces nothing but an empty directory: move what is there aside first.
+        old = partial.with_name(f"{partial.name}-old")
         _remove(old)
         path.rename(old)
         try:
             partial.rename(path)
-        except OSError:
+        except BaseException:
             old.rename(path)
             raise
         _remove(old)
@@ -86,10 +109,16 @@ def _replace(partial: Path, path: Path) -> None:
         partial.replace(path)
 
 
-def _sync(partial: Path) -> None:
-    """Ask the system to keep the bytes before the name, so that a power cut leaves no empty file behind it."""
+def _settle(partial: Path) -> None:
+    """Ask the system to keep the bytes before the name, so that a power cut leaves no empty file behind it.
+
+    Some writers make files that only their owner may read; a result is as open as its folder.
+    """
     files = [p for p in partial.rglob("*") if p.is_file()] if partial.is_dir() else [partial]
+    mode = partial.stat().st_mode & 0o666 if partial.is_dir() else None
     for file in files:
+        if mode is not None and not file.is_symlink():
+            file.chmod(mode | file.stat().st_mode)
         with file.open("rb") as stream:
             os.fsync(stream.fileno())
 
@@ -98,29 +127,45 @@ def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder itself may be missing or closed
+            path.unlink(missing_ok=True)
 
 
-def _remove_abandoned(path: Path) -> None:
-    if not path.parent.is_dir():
+def _settle_abandoned(path: Path) -> None:
+    """Remove what a killed process left; give back an output that it had moved aside."""
+    pattern = re.compile(rf"\.{re.escape(path.name)}\.partial-(\d+)(-old)?")
+    try:
+        siblings = [(entry, pattern.fullmatch(entry.name)) for entry in path.parent.iterdir()]
+    except OSError:
         return
-    for sibling in path.parent.glob(f".{path.name}.*partial-*"):
-        match = _PARTIAL.search(sibling.name)
-        if not match or _alive(int(match.group(1))):
+    for sibling, match in siblings:
+        if not match or _running(int(match.group(1))):
             continue
-        if ".old.partial-" in sibling.name and not path.exists():
-            sibling.rename(
-                path
-            )  # killed between the two renames of `_replace`: this is the user's old output
+        if match.group(2) and not path.exists():
+            sibling.rename(path)
         else:
             _remove(sibling)
 
 
-def _alive(pid: int) -> bool:
+def _running(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # an earlier process with our number, which is common in containers
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
+    except (PermissionError, OverflowError):
         return True
     return True
+
+
+def _disk_full(error: BaseException) -> bool:
+    """Writers in other languages report a full disk by text alone (safetensors: `os error 28`)."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _FULL
+    return any(f"os error {number})" in str(error) for number in _FULL)
+
+
+def _existing(path: Path) -> Path:
+    """The nearest parent that is there."""
+    return next((parent for parent in (path, *path.parents) if parent.exists()), Path.cwd())

@@ -129,8 +129,9 @@ def draw_layers(
     for values, name, colour, marker in ((largest, "largest", "soft", "s"), (median, "median", "data", "o")):
         finite = np.isfinite(values)
         drawn = np.where(finite, values.clip(low, high), np.nan)
-        style = {"marker": marker, "markersize": 3.5, "linewidth": 1.2}
-        axes.plot(number, drawn, label=name, color=COLOURS[colour], **style)
+        axes.plot(
+            number, drawn, marker=marker, markersize=3.5, linewidth=1.2, color=COLOURS[colour], label=name
+        )
         bad = None if name == "largest" and not np.isfinite(median).all() else "not finite"
         _dots(axes, number, np.full(len(number), high), ~finite, "X", 6, "bad", bad)
     _gate_line(axes, gate, "gate of the median", low, high)
@@ -150,9 +151,9 @@ def draw_sizes(axes: Axes, names: Sequence[str], parts: Sequence[Mapping[str, in
         if sizes.any():
             axes.barh(rows, sizes, left=left, height=0.6, color=COLOURS[part], label=part)
         left += sizes
-    for row, total in zip(rows, left, strict=True):
+    for row, total in enumerate(left.tolist()):
         axes.text(total, row, f" {total:.1f}", va="center", fontsize=9)
-    axes.set_yticks(rows, names)
+    axes.set_yticks(rows, [n if len(n) <= 24 else f"{n[:23]}…" for n in names])
     axes.invert_yaxis()
     axes.set_xlim(0, max(1.18 * left.max(initial=0), 1e-6))
     axes.grid(False)
@@ -163,7 +164,7 @@ def draw_sizes(axes: Axes, names: Sequence[str], parts: Sequence[Mapping[str, in
 
 def log_limits(*values: np.ndarray | float | None) -> tuple[float, float]:
     """Whole decades that hold every finite value within `FLOOR` and `CEILING`; zeros get one of their own."""
-    given = np.concatenate([np.ravel(np.asarray(v, float)) for v in values if v is not None])
+    given = np.concatenate([[], *(np.ravel(np.asarray(v, float)) for v in values if v is not None)])
     given = given[np.isfinite(given)]
     positive = given[given > 0].clip(FLOOR, CEILING)
     if not len(positive):
@@ -241,9 +242,11 @@ def _shade_prompts(axes: Axes, prompt_lengths: Sequence[int], positions: int) ->
     for number, length in enumerate(prompt_lengths, 1):
         if number % 2 == 0:
             axes.axvspan(start - 0.5, start + length - 0.5, color=COLOURS["band"], linewidth=0, zorder=0)
-        if length >= 0.05 * positions:
+        if len(prompt_lengths) > 1 and length >= 0.05 * positions:
             place = axes.get_xaxis_transform()
-            axes.text(start + length / 2, 0.995, str(number), transform=place, ha="center", va="top", fontsize=8)
+            axes.text(
+                start + length / 2, 0.995, str(number), transform=place, ha="center", va="top", fontsize=8
+            )
         start += length
 
 
@@ -258,8 +261,18 @@ def _dots(
     label: str | None,
 ) -> None:
     if chosen.any():
-        style = {"marker": marker, "markersize": size, "markeredgewidth": 0, "clip_on": False, "zorder": 3}
-        axes.plot(x[chosen], y[chosen], linestyle="none", color=COLOURS[colour], label=label, **style)
+        axes.plot(
+            x[chosen],
+            y[chosen],
+            linestyle="none",
+            marker=marker,
+            markersize=size,
+            markeredgewidth=0,
+            color=COLOURS[colour],
+            label=label,
+            clip_on=False,
+            zorder=3,
+        )
 
 
 def _gate_line(axes: Axes, gate: float | None, label: str, low: float, high: float) -> None:

@@ -16,8 +16,10 @@ _KNOWN_BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|cos_
 
 
 def check_backbone(model: FoldedModel, config: DecoderConfig) -> None:
-    """Raise `InputError` that lists, from the headers alone, every backbone tensor that is missing, unknown or
-    of another shape."""
+    """Compare the backbone with the config by the headers alone, before any work.
+
+    Raises `InputError` that lists every tensor that is missing, unknown or of another shape.
+    """
     expected = config.backbone_shapes()
     found = {name for name in model.tensor_names() if not _KNOWN_BUFFERS.search(name)} | set(model.overrides)
     shapes = {name: _shape(model, name) for name in found & set(expected)}

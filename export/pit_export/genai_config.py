@@ -17,16 +17,18 @@ def genai_config(
     context_length: int,
     bos_id: int | None,
     end_ids: Sequence[int],
-    pad_id: int | None,
+    pad_id: int | None = None,
     generation_config: Mapping[str, Any] | None = None,
     shared_buffer: bool = True,
 ) -> dict[str, Any]:
     """The content of `genai_config.json`.
 
-    `shared_buffer` says that past and present are one buffer of `context_length` positions. Where there is no
-    `pad_id`, the first end id pads, which nothing reads in a batch of one.
+    `shared_buffer` says that past and present are one buffer of `context_length` positions. `pad_id` None
+    takes the generation config's, else the first end id: nothing reads it in a batch of one.
     """
     given = generation_config or {}
+    if pad_id is None:
+        pad_id = given.get("pad_token_id")
     search: dict[str, Any] = {
         "do_sample": False,
         "max_length": context_length,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pit_deploy.architecture import DecoderConfig
-from pit_deploy.checkpoint import write_json
+from pit_deploy.checkpoint import read_json_if_there, write_json
 from pit_deploy.errors import InputError
 from pit_deploy.export_options import Artifact, ExportOptions
 from pit_deploy.extras import require
@@ -19,12 +19,15 @@ from pit_export.genai_config import genai_config
 from pit_export.onnx_weights import WeightsFile, check_model_file
 
 if TYPE_CHECKING:
+    import onnx_ir as ir
+
     from pit_export.onnx_graph import GraphBuilder
     from pit_export.onnx_operators import Operators
 
 MODEL_FILE, WEIGHTS_FILE = "model.onnx", "model.onnx_data"
+PAST, PRESENT = "past_key_values.", "present."
 ACCURACY_LEVEL = 4
-"""MatMulNBits multiplies by activations rounded to int8 (dynamically, by block): three times the speed of float."""
+"""Of MatMulNBits: activations are rounded to int8 by block as they come, for about three times the speed."""
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """What MatMulNBits has fast kernels for."""
 
@@ -40,6 +43,8 @@ class OnnxExporter:
     name = "onnx"
     extra = "onnx"
     default_layout = "shared"
+    default_precision = "int8"
+    writes_bundle = True
     profiles = ("default", "standard")
 
     def __init__(self, *, accuracy_level: int = ACCURACY_LEVEL, inline_below: int = 1024) -> None:
@@ -102,32 +107,30 @@ class OnnxExporter:
             runtime="onnx",
             profile=profile,
             model_file=MODEL_FILE,
+            inputs=_values(written.graph.inputs),
+            outputs=_values(written.graph.outputs),
+            states=_states(written.graph.inputs),
             hidden_states=decoder.hidden_states,
             precision=self._precision(plan, profile),
-            **_interface(written.graph.inputs, written.graph.outputs),
         )
 
     def finish(
         self,
         directory: Path,
         config: DecoderConfig,
+        *,
         context_length: int,
         bos_id: int | None,
         end_ids: Sequence[int],
-        generation_config: Mapping[str, Any] | None = None,
-        *,
-        profile: str = "default",
     ) -> None:
-        """Write `genai_config.json`, once the tokenizer's files are in `directory`."""
-        pad_id = (generation_config or {}).get("pad_token_id")
+        """Write `genai_config.json` from the files in `directory`, its `generation_config.json` among them."""
         content = genai_config(
             config,
             context_length=context_length,
             bos_id=bos_id,
             end_ids=end_ids,
-            pad_id=pad_id,
-            generation_config=generation_config,
-            shared_buffer=profile == "default",
+            generation_config=read_json_if_there(directory / "generation_config.json"),
+            shared_buffer=_updates_in_place(directory / MODEL_FILE),
         )
         write_json(directory / "genai_config.json", content)
 
@@ -156,22 +159,23 @@ class OnnxExporter:
         }
 
 
-def _interface(inputs: Sequence[Any], outputs: Sequence[Any]) -> dict[str, list[dict[str, Any]]]:
-    """Inputs, outputs and states of a graph in the manifest's terms, in the graph's order."""
-    described = {value.name: _describe(value) for value in [*inputs, *outputs]}
-    states = []
-    for value in inputs:
-        if value.name.startswith("past_key_values."):
-            output = value.name.replace("past_key_values.", "present.", 1)
-            states.append({**described[value.name], "output": output})
-    taken = {state[key] for state in states for key in ("name", "output")}
-    return {
-        "inputs": [described[v.name] for v in inputs if v.name not in taken],
-        "outputs": [described[v.name] for v in outputs if v.name not in taken],
-        "states": states,
-    }
+def _updates_in_place(model_path: Path) -> bool:
+    """Whether past and present may be one buffer: GroupQueryAttention can, the standard's Attention cannot."""
+    model = require("onnx", "onnx").load(model_path, load_external_data=False)
+    return any(node.op_type == "GroupQueryAttention" for node in model.graph.node)
 
 
-def _describe(value: Any) -> dict[str, Any]:
+def _values(values: Iterable[ir.Value]) -> list[dict[str, Any]]:
+    """Inputs or outputs that are no states, in the manifest's terms."""
+    return [_describe(v) for v in values if not (v.name or "").startswith((PAST, PRESENT))]
+
+
+def _states(inputs: Iterable[ir.Value]) -> list[dict[str, Any]]:
+    described = [_describe(v) for v in inputs if (v.name or "").startswith(PAST)]
+    return [{**state, "output": state["name"].replace(PAST, PRESENT, 1)} for state in described]
+
+
+def _describe(value: ir.Value) -> dict[str, Any]:
+    assert value.shape is not None and value.dtype is not None
     shape = [d if isinstance(d, int) else str(d.value) for d in value.shape]
     return {"name": value.name, "dtype": value.dtype.numpy().name, "shape": shape}

@@ -1,4 +1,4 @@
-"""The default profile: ONNX Runtime's own operators, which phones, browsers and onnxruntime-genai run fastest."""
+"""The profile `default`: ONNX Runtime's own operators, the fastest on phones, in browsers and in genai."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MASKED_LOGIT = -1e9
 
 
 class DecoderGraph:
-    """Writes one decoder into `graph` by `operators`; tensors come from `backbone` and are encoded by `plan`."""
+    """One decoder, written into `graph` by `operators`; `plan` encodes the tensors of `backbone`."""
 
     def __init__(
         self,
@@ -55,8 +55,8 @@ class DecoderGraph:
         )
         for layer in range(layers):
             prefix = f"model.layers.{layer}"
-            y, *present = self._attention(layer, n, pasts[layer])
-            presents += present
+            y, key, value = self._attention(layer, n, pasts[layer])
+            presents += [key, value]
             n, x = self._add_norm(y, x, f"{prefix}.post_attention_layernorm", f"{prefix}.attention_residual")
             y = self._mlp(f"{prefix}.mlp", n)
             following = f"model.layers.{layer + 1}.input_layernorm" if layer + 1 < layers else "model.norm"
@@ -77,7 +77,7 @@ class DecoderGraph:
         return ["batch_size", self.config.num_key_value_heads, length, self.config.head_dim]
 
     def _tables(self, tables: Tables) -> tuple[_Embedding, _Head]:
-        """Store the token tables; returns the embedding, a function of ids, and the head, one of the final state."""
+        """Store the token tables; the embedding is a function of ids, the head one of the final state."""
         graph, operators = self.graph, self.operators
         if not isinstance(tables, SharedTable):
             embedding = operators.table(self._table(tables.embedding, EMBEDDING), EMBEDDING)

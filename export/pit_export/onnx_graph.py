@@ -1,4 +1,4 @@
-"""A graph under construction: nodes and initializers over onnx_ir, each with a name that says where it is from."""
+"""A graph under construction: nodes and initializers over onnx_ir, named after the tensors they come from."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class GraphBuilder:
             tensor = ir.PackedTensor(stored.reshape(-1), dtype, shape=ir.Shape(shape), name=name)
         else:
             tensor = ir.Tensor(stored.reshape(-1).view(dtype.numpy()).reshape(shape), dtype, name=name)
-        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=tensor.shape, const_value=tensor)
+        value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
         self._initializers[name] = value
         return value
 

@@ -1,4 +1,4 @@
-"""The profile `standard`: operators of the ONNX standard alone (opset 23), for runtimes other than ONNX Runtime."""
+"""The profile `standard`: operators of the ONNX standard alone (opset 23), for other runtimes."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class StandardOperators(Operators):
 
 
 class _QuantizedTable(Table):
-    """Codes are stored once. The head dequantises all of them, the embedding only the rows that it gathers."""
+    """Codes are stored once: the head dequantises all of them, the embedding the rows that it gathers."""
 
     def __init__(self, graph: GraphBuilder, table: QuantizedTensor, name: str) -> None:
         self._graph, self._name, self._layout = graph, name, BlockLayout.of(table)
@@ -168,7 +168,7 @@ class _QuantizedTable(Table):
         return self._graph.initializer(f"{self._name}.code_rows", self._codes, ir.DataType.UINT8, shape)
 
     def _nibbles(self, packed: ir.Value) -> ir.Value:
-        """Bytes [batch, sequence, bytes] to codes 0 to 15 [batch, sequence, bytes, 2]; signed ones offset by 8."""
+        """Bytes [batch, sequence, bytes] to codes [batch, sequence, bytes, 2], signed ones offset by 8."""
         graph, name = self._graph, self._name
         low = graph.op("BitwiseAnd", [packed, graph.scalar(15, np.uint8)], f"{name}.low")
         high = graph.op("BitShift", [packed, graph.scalar(4, np.uint8)], f"{name}.high", direction="RIGHT")

@@ -10,6 +10,7 @@ import numpy as np
 
 from pit_deploy.errors import PitDeployError
 from pit_deploy.extras import require
+from pit_deploy.runtimes.onnxruntime import external_tensors
 
 if TYPE_CHECKING:
     import onnx
@@ -70,36 +71,16 @@ def check_model_file(path: Path) -> None:
     onnx = require("onnx", "onnx")
     size = path.stat().st_size
     if size > MAX_GRAPH_BYTES:
-        raise PitDeployError(
-            f"{path.name} has {size} bytes, more than {MAX_GRAPH_BYTES}: weights are inside it."
-        )
+        raise PitDeployError(f"{path.name} has {size} bytes, more than {MAX_GRAPH_BYTES}: weights are in it.")
     model = onnx.load(path, load_external_data=False)
-    sizes: dict[str, int] = {}
-    for tensor in model.graph.initializer:
-        if tensor.data_location != onnx.TensorProto.EXTERNAL:
-            continue
-        entries = {entry.key: entry.value for entry in tensor.external_data}
-        location, offset, length = entries["location"], int(entries["offset"]), int(entries["length"])
-        if Path(location).name != location:
+    for tensor in external_tensors(model):
+        available = (path.parent / tensor.location).stat().st_size
+        if tensor.offset + tensor.length > available or tensor.length != tensor.needed:
             raise PitDeployError(
-                f"{path.name}: {tensor.name} lies in '{location}', which is not beside the graph."
-            )
-        available = sizes.setdefault(location, (path.parent / location).stat().st_size)
-        if offset + length > available or length != tensor_bytes(tensor):
-            raise PitDeployError(
-                f"{path.name}: {tensor.name} {list(tensor.dims)} is said to be {length} bytes at {offset} of "
-                f"{location}, which has {available}; its type and shape make {tensor_bytes(tensor)}."
+                f"{path.name}: {tensor.name} was written as {tensor.length} bytes at {tensor.offset} of "
+                f"{tensor.location}, which has {available}; its type and shape make {tensor.needed}."
             )
     _check_graph(model)
-
-
-def tensor_bytes(tensor: onnx.TensorProto) -> int:
-    """Bytes of a tensor's data by its type and shape; 4-bit elements lie two in a byte."""
-    onnx = require("onnx", "onnx")
-    count = int(np.prod(tensor.dims, dtype=np.int64))
-    if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4):
-        return -(-count // 2)
-    return count * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
 def _check_graph(model: onnx.ModelProto) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from pit_deploy.bundle import Bundle
 from pit_deploy.errors import InputError
 from pit_deploy.extras import require
-from pit_deploy.manifest import Manifest
+from pit_deploy.manifest import BundleError, Manifest
 from pit_deploy.runtimes.base import check_room
+
+if TYPE_CHECKING:
+    import onnx
 
 LAST_POSITION = "last_position"
 """The node of an exported graph that keeps the last position alone."""
@@ -106,6 +112,8 @@ class OnnxRuntime:
         options.log_severity_level = 3
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
+        # ONNX Runtime fuses DequantizeLinear with MatMul and would then round activations to int8 by default.
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         if isinstance(model, bytes):
             options.add_session_config_entry(_EXTERNAL_FOLDER, str(self.model_path.parent.resolve()))
         try:
@@ -115,8 +123,8 @@ class OnnxRuntime:
         ) as error:  # ONNX Runtime raises a class for each status, with only Exception above them
             reason = " ".join(str(error).split())[:400]
             raise InputError(
-                f"ONNX Runtime {onnxruntime.__version__} cannot open {self.model_path}: {reason}; if its files are "
-                f"whole (pit-deploy verify), a newer ONNX Runtime may be needed."
+                f"ONNX Runtime {onnxruntime.__version__} cannot open {self.model_path}: {reason}; if its "
+                f"files are whole (pit-deploy verify), a newer ONNX Runtime may be needed."
             ) from error
 
 
@@ -139,6 +147,101 @@ def probe_model(model_path: Path, hidden_states: Sequence[str]) -> bytes:
         graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None))
     serialized: bytes = model.SerializeToString()
     return serialized
+
+
+@dataclass(frozen=True)
+class ExternalTensor:
+    """A tensor of a graph whose bytes lie in another file."""
+
+    name: str
+    location: str
+    offset: int
+    length: int
+    needed: int
+    """Bytes that its type and shape make."""
+
+
+def external_tensors(model: onnx.ModelProto) -> list[ExternalTensor]:
+    """Every tensor of a model that lies outside it. Raises `ValueError` where a reference is malformed."""
+    onnx = require("onnx", "onnx")
+    found = []
+    for tensor in _tensors(model):
+        if tensor.data_location != onnx.TensorProto.EXTERNAL:
+            continue
+        entries = {entry.key: entry.value for entry in tensor.external_data}
+        if "location" not in entries or "length" not in entries:
+            raise ValueError(f"{tensor.name} lies in another file without a location or a length")
+        if any(dimension < 0 for dimension in tensor.dims):
+            raise ValueError(f"{tensor.name} has the shape {list(tensor.dims)}")
+        offset, length = int(entries.get("offset", 0)), int(entries["length"])
+        found.append(ExternalTensor(tensor.name, entries["location"], offset, length, _needed_bytes(tensor)))
+    return found
+
+
+def check_external_data(bundle: Bundle) -> None:
+    """Raise `BundleError` where the graph of an ONNX bundle names bytes that the manifest does not vouch for.
+
+    A model may name any file of the machine as its weights: every name must be one of the bundle's files, and
+    every range must lie inside it. Weights are not read.
+    """
+    onnx = require("onnx", "onnx")
+    path = bundle.model_path
+    sizes = {entry.path: entry.size for entry in bundle.manifest.files}
+    folder = Path(bundle.manifest.model_file).parent
+    try:
+        tensors = external_tensors(onnx.load(path, load_external_data=False))
+    except Exception as error:  # protobuf's own classes, which say no more than that it is not a model
+        reason = " ".join(str(error).split())[:200]
+        message = f"{path} cannot be read as an ONNX model ({reason}); export the bundle again."
+        raise BundleError("unreadable_file", message) from error
+    for tensor in tensors:
+        place = (folder / tensor.location).as_posix()
+        if ".." in Path(place).parts or Path(tensor.location).is_absolute():
+            message = f"{path}: the tensor {tensor.name} lies at {tensor.location!r}, outside the bundle."
+            raise BundleError("path_escape", message)
+        if place not in sizes:
+            message = (
+                f"{path}: the tensor {tensor.name} lies in {tensor.location!r}, which the manifest lacks."
+            )
+            raise BundleError("unlisted_file", message)
+        if (
+            tensor.offset < 0
+            or tensor.offset + tensor.length > sizes[place]
+            or tensor.length != tensor.needed
+        ):
+            message = (
+                f"{path}: the tensor {tensor.name} is said to be {tensor.length} bytes at {tensor.offset} of "
+                f"{tensor.location!r}, which has {sizes[place]}; its type and shape make {tensor.needed}."
+            )
+            raise BundleError("wrong_size", message)
+
+
+def _tensors(model: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """Initializers and constants, also those of inner graphs and functions."""
+    graphs = [model.graph]
+    nodes = [node for function in model.functions for node in function.node]
+    while graphs or nodes:
+        if graphs:
+            graph = graphs.pop()
+            yield from graph.initializer
+            for sparse in graph.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+            nodes += graph.node
+            continue
+        for attribute in nodes.pop().attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+            graphs += [attribute.g, *attribute.graphs]
+
+
+def _needed_bytes(tensor: onnx.TensorProto) -> int:
+    """Bytes of a tensor by its type and shape; 4-bit elements lie two in a byte."""
+    onnx = require("onnx", "onnx")
+    count = math.prod(tensor.dims)
+    if tensor.data_type in (onnx.TensorProto.INT4, onnx.TensorProto.UINT4):
+        return -(-count // 2)
+    return count * int(onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize)
 
 
 def resident_bytes() -> int | None:
@@ -202,6 +305,7 @@ class _GrowingCache:
 
     def __init__(self, session: Any, context_length: int, vocab_size: int) -> None:
         self._session, self._names = session, [output.name for output in session.get_outputs()]
+        self._past: dict[str, np.ndarray] = {}
         self.clear()
 
     def run(self, ids: np.ndarray, position: int) -> np.ndarray:
