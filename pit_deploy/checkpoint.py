@@ -31,6 +31,7 @@ EMBEDDING_KEYS = (
     "model.decoder.embed_tokens.weight",
 )
 HEAD_KEYS = ("lm_head.weight", "embed_out.weight")
+DTYPES = ("float32", "float16", "bfloat16")
 SHARD_BYTES = 2_000_000_000
 """A shard is held in memory while it is written."""
 OWN_VERSION = 1
@@ -43,7 +44,14 @@ class TensorInfo:
 
     file: Path
     dtype: str
+    """As safetensors spells it: F32, BF16, ..."""
     shape: tuple[int, ...]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one number."""
+        bits = re.search(r"\d+", self.dtype)
+        return max(1, int(bits.group()) // 8) if bits else 1
 
 
 @dataclass
@@ -274,6 +282,35 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
 
+def check_dtype(dtype: str | None) -> None:
+    """Raise `InputError` for a `--dtype` that is not written; None passes."""
+    if dtype is not None and dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype} is not known; choose {', '.join(DTYPES)}.")
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    """A float tensor in `dtype` (None: as it is). Raises `InputError` where that cannot hold a value."""
+    import torch
+
+    if dtype is None or not tensor.is_floating_point():
+        return tensor
+    result = tensor.to(getattr(torch, dtype))
+    if not bool(torch.isfinite(result).all()):
+        largest = float(tensor.abs().max())
+        raise InputError(f"{name} reaches {largest:.4g}, which is not a finite {dtype}; choose float32.")
+    return result
+
+
+def table_keys(names: Iterable[str]) -> tuple[str, str]:
+    """The keys of embedding and head in a plain checkpoint whose other tensors have these `names`."""
+    names = list(names)
+    for key in EMBEDDING_KEYS[1:]:
+        prefix = key.rsplit(".", 2)[0] + "."
+        if any(name.startswith(prefix) for name in names):
+            return key, HEAD_KEYS[key.startswith("gpt_neox.")]
+    return EMBEDDING_KEYS[0], HEAD_KEYS[0]
+
+
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -353,7 +390,7 @@ def _has_weights(path: Path) -> bool:
 def _check_own_record(path: Path, config: dict[str, Any]) -> None:
     """The fields `pit` and `pit_fold` of config.json: known version, known words."""
     file = path / "config.json"
-    words = {
+    words: dict[str, dict[str, tuple[str, ...]]] = {
         "pit": {"memory": ("frozen", "stiefel"), "bridge": ("none", "scalar", "matrix")},
         "pit_fold": {"layout": ("untied", "shared")},
     }
@@ -399,7 +436,9 @@ def _check_shapes(checkpoint: Checkpoint, table: str, maps: Iterable[str]) -> No
         raise InputError(f"{checkpoint.path}: the tensors {', '.join(missing)} are missing.")
     shape = checkpoint.tensors[table].shape
     if len(shape) != 2:
-        raise InputError(f"{checkpoint.path}: {table} has shape {list(shape)}; [vocab_size, hidden_size] is due.")
+        raise InputError(
+            f"{checkpoint.path}: {table} has shape {list(shape)}; [vocab_size, hidden_size] is due."
+        )
     for name in maps:
         if checkpoint.tensors[name].shape != (shape[1], shape[1]):
             raise InputError(
@@ -511,12 +550,15 @@ def _open_gguf(file: Path) -> Checkpoint:
 
 def write_gguf_as_hf(file: Path, directory: Path) -> None:
     """Write a GGUF file as a plain Hugging Face directory (dequantised), through transformers."""
+    from pit_deploy.model import quiet
+
     transformers, torch = require("transformers", "onnx"), require("torch", "onnx")
     require("gguf", "onnx")
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+        with quiet():
+            model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # a damaged file fails in many ways inside the reader
         raise InputError(f"{file} cannot be read as GGUF: {_one_line(error)}") from error
     # transformers refuses to save a model that it takes for quantised; these weights are plain floats now.
@@ -525,8 +567,9 @@ def write_gguf_as_hf(file: Path, directory: Path) -> None:
             del holder.quantization_config
     model.hf_quantizer = None
     model.is_quantized = False
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    with quiet():
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def _one_line(error: Exception) -> str:
@@ -535,17 +578,17 @@ def _one_line(error: Exception) -> str:
 
 
 def outlier_rows(table: np.ndarray, *, chunk: int = 16384) -> np.ndarray:
-    """Ids of rows whose norm is far from the others' (10 robust deviations of the log norm): untrained rows.
+    """Ids of rows whose norm is far from the others' (8 robust deviations of the log norm): untrained rows.
 
     `table` is [vocab_size, hidden_size]. Rows that were added and never trained stand out this way.
     """
     norms = np.concatenate(
         [np.linalg.norm(table[i : i + chunk], axis=1) for i in range(0, len(table), chunk)]
     )
-    logs = np.log(np.maximum(norms, np.finfo(np.float64).tiny))
+    logs = np.log(np.maximum(norms, np.finfo(norms.dtype).tiny))
     center = np.median(logs)
     spread = 1.4826 * np.median(np.abs(logs - center))
-    return np.flatnonzero(np.abs(logs - center) > 10 * max(spread, 1e-3))
+    return np.flatnonzero(np.abs(logs - center) > 8 * max(spread, 1e-3))
 
 
 def iterate_backbone(checkpoint: Checkpoint) -> Iterator[str]:

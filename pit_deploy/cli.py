@@ -270,7 +270,7 @@ def run(
         str,
         typer.Option(help="Text to continue, or with --chat a message to answer; - reads standard input."),
     ],
-    max_new_tokens: Annotated[int, typer.Option(min=0)] = 256,
+    max_new_tokens: Annotated[int, typer.Option(help="0 runs nothing.")] = 256,
     temperature: Annotated[
         float | None, typer.Option(help="0 is greedy; the model's own setting by default.")
     ] = None,

@@ -77,7 +77,9 @@ def check_output(path: Path | str, *, overwrite: bool = False, source: Path | st
     if source is not None and real in (Path(source).resolve(), *Path(source).resolve().parents):
         raise InputError(f"{path} is or holds the source {source} and is not replaced; name another output.")
     if real in (Path.cwd(), *Path.cwd().parents, Path.home(), *Path.home().parents):
-        raise InputError(f"{path} holds the current or home directory and is not replaced; name another output.")
+        raise InputError(
+            f"{path} holds the current or home directory and is not replaced; name another output."
+        )
 
 
 def check_room(path: Path | str, needed: int) -> None:

@@ -1,16 +1,18 @@
 """PIT to static tables. Everything is computed in float64 on the host and rounded last.
 
-`FoldedModel` is what exporters read: backbone tensors by their Hugging Face names, and the token tables in one
-of two layouts. For row vectors, `n` the state after the final norm and `m` a row of the table:
+`FoldedModel` is what exporters read: backbone tensors by their Hugging Face names, and the token tables in
+one of two layouts. For row vectors, with `n` the state after the final norm:
 
 - `untied`: `x = embedding[id]`, `logits = n headᵀ`.
-- `shared`: `x = table[id] embedding_map`, `logits = (n head_mapᵀ) tableᵀ`, where a map may be None (identity).
+- `shared`: `x = table[id] embedding_map`, `logits = (n head_mapᵀ) tableᵀ`; a map may be None (identity).
 
 Source of the algebra: docs/pit.md, section Folding.
 """
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,16 +21,24 @@ from typing import Any
 import numpy as np
 
 from pit_deploy.architecture import FAMILIES
-from pit_deploy.checkpoint import Checkpoint, iterate_backbone, open_checkpoint, write_json, write_safetensors
+from pit_deploy.checkpoint import (
+    OWN_VERSION,
+    Checkpoint,
+    cast,
+    check_dtype,
+    iterate_backbone,
+    open_checkpoint,
+    table_keys,
+    write_json,
+    write_safetensors,
+)
 from pit_deploy.errors import InputError
 from pit_deploy.files import atomic_output, check_output, check_room
-from pit_deploy.initialize import check_finite
+from pit_deploy.initialize import check_finite, multiply, read_interface
 from pit_deploy.progress import Progress, silent
 
-FOLD_VERSION = 1
 LAYOUTS = ("untied", "shared")
 FINAL_NORM = "model.norm.weight"
-_CHUNK = 8192
 
 
 @dataclass(frozen=True)
@@ -42,7 +52,7 @@ class UntiedTables:
 
 @dataclass(frozen=True)
 class SharedTable:
-    """One table, float32 [vocab_size, hidden_size], and two float64 maps [hidden_size, hidden_size] or None."""
+    """One table, float32 [vocab_size, hidden_size], and two maps, float64 [hidden_size, hidden_size] or None."""
 
     table: np.ndarray
     head_map: np.ndarray | None = None
@@ -107,24 +117,24 @@ def fold(
     `untied` is a plain Hugging Face directory that transformers loads; `shared` keeps one table and two maps.
     Raises `InputError` for a source that is not a PIT checkpoint, folded ones included. Returns `out`.
     """
-    check_output(out, overwrite=overwrite)
+    check_output(out, overwrite=overwrite, source=source)
+    check_layout(layout)
+    check_dtype(dtype)
     checkpoint = open_checkpoint(source)
-    if checkpoint.kind == "folded":
-        done = ", ".join(checkpoint.config["pit_fold"].get("folds", []))
-        raise InputError(
-            f"{source} is folded already ({checkpoint.layout}; {done}); fold its PIT checkpoint instead."
-        )
-    if checkpoint.kind == "plain":
-        raise InputError(
-            f"{source} is not a PIT checkpoint (config.json has no field pit); run pit-deploy convert first."
-        )
-    write_folded(
-        fold_checkpoint(checkpoint, layout, progress=progress),
-        out,
-        dtype=dtype,
-        overwrite=overwrite,
-        progress=progress,
-    )
+    try:
+        if checkpoint.kind == "folded":
+            done = ", ".join(checkpoint.config["pit_fold"].get("folds", []))
+            raise InputError(
+                f"{source} is folded already ({checkpoint.layout}; {done}); fold its PIT checkpoint instead."
+            )
+        if checkpoint.kind == "plain":
+            raise InputError(
+                f"{source} is not a PIT checkpoint (config.json has no field pit); run pit-deploy convert first."
+            )
+        model = fold_checkpoint(checkpoint, layout, progress=progress)
+        write_folded(model, out, dtype=dtype, overwrite=overwrite, progress=progress)
+    finally:
+        checkpoint.close()
     return Path(out)
 
 
@@ -143,9 +153,14 @@ def load_folded(
     config = checkpoint.backbone_config
     folds = list(checkpoint.config.get("pit_fold", {}).get("folds", []))
     if checkpoint.layout == "shared":
-        tables: Tables = SharedTable(*(checkpoint.read(f"pit.{k}", t) for k, t in _SHARED_KEYS.items()))
-        if layout == "untied":
-            tables = separate(tables)
+        shared = SharedTable(
+            checkpoint.read("pit.table"),
+            checkpoint.read("pit.head_map", np.float64),
+            checkpoint.read("pit.embedding_map", np.float64),
+        )
+        for name in ("table", "head_map", "embedding_map"):
+            check_finite(getattr(shared, name), f"{checkpoint.path}: pit.{name}")
+        tables: Tables = separate(shared) if layout == "untied" else shared
         return FoldedModel(checkpoint, _untied_config(config, checkpoint), tables, folds)
     if not checkpoint.tied and layout == "shared":
         raise InputError(
@@ -161,36 +176,33 @@ def load_folded(
     return FoldedModel(checkpoint, _untied_config(config, checkpoint), UntiedTables(embedding, head), folds)
 
 
-_SHARED_KEYS = {"table": np.float32, "head_map": np.float64, "embedding_map": np.float64}
-
-
 def fold_checkpoint(checkpoint: Checkpoint, layout: str, *, progress: Progress = silent) -> FoldedModel:
     """Fold an opened PIT checkpoint in memory. `A` is the identity: the table is `Z` where it is shared."""
     check_layout(layout)
     progress("fold", 0, 3)
-    memory = checkpoint.read("pit.memory")
-    cholesky = checkpoint.read("pit.cholesky", np.float64)
-    _check_interface(checkpoint, memory, cholesky)
-    transform = cholesky @ cholesky.T
+    interface = read_interface(checkpoint)
+    transform, bridge = interface.transform, interface.bridge
     folds = ["transform"]
-    embedding_map = np.linalg.inv(transform)
-    if "pit.bridge" in checkpoint.tensors:
-        embedding_map = np.linalg.solve(transform, checkpoint.read("pit.bridge", np.float64))
+    if interface.bridge_kind == "matrix":
+        embedding_map = np.linalg.solve(transform, np.asarray(bridge))
         folds.append("bridge")
-    if "pit.embedding_multiplier" in checkpoint.tensors:
-        embedding_map = embedding_map * float(checkpoint.read("pit.embedding_multiplier", np.float64))
+    else:
+        embedding_map = np.linalg.inv(transform)
+    if interface.bridge_kind == "scalar":
+        embedding_map = embedding_map * bridge
         folds.append("embedding_multiplier")
     progress("fold", 1, 3)
-    head_map, overrides = transform, {}
+    head_map, overrides = transform, dict[str, np.ndarray]()
     family = FAMILIES.get(checkpoint.model_type)
     if family is not None and FINAL_NORM in checkpoint.tensors:
         stored = checkpoint.read(FINAL_NORM, np.float64)
+        check_finite(stored, f"{checkpoint.path}: {FINAL_NORM}")
         head_map = transform * (family.norm_offset + stored)[None, :]
         overrides[FINAL_NORM] = np.full_like(stored, 1.0 - family.norm_offset)
         folds.append("final_norm_gain")
-    tables: Tables = SharedTable(memory, head_map, embedding_map)
-    if layout == "untied":
-        tables = separate(tables)
+    shared = SharedTable(interface.memory, head_map, embedding_map)
+    progress("fold", 2, 3)
+    tables: Tables = separate(shared) if layout == "untied" else shared
     progress("fold", 3, 3)
     return FoldedModel(
         checkpoint, _untied_config(checkpoint.backbone_config, checkpoint), tables, folds, overrides
@@ -199,7 +211,11 @@ def fold_checkpoint(checkpoint: Checkpoint, layout: str, *, progress: Progress =
 
 def separate(tables: SharedTable) -> UntiedTables:
     """The two tables that a shared one stands for."""
-    return UntiedTables(_times(tables.table, tables.embedding_map), _times(tables.table, tables.head_map))
+    embedding, head = (
+        tables.table if matrix is None else multiply(tables.table, matrix)
+        for matrix in (tables.embedding_map, tables.head_map)
+    )
+    return UntiedTables(embedding, head)
 
 
 def write_folded(
@@ -211,7 +227,14 @@ def write_folded(
     progress: Progress = silent,
 ) -> None:
     """Write a folded checkpoint to a new directory; see `write_folded_into`."""
-    check_room(out, model.source.total_bytes + 4 * model.vocab_size * model.config["hidden_size"])
+    check_dtype(dtype)
+    tables = model.tables
+    entries = (
+        tables.table.size if isinstance(tables, SharedTable) else tables.embedding.size + tables.head.size
+    )
+    backbone = sum(math.prod(model.source.tensors[name].shape) for name in model.tensor_names())
+    itemsize = 4 if dtype == "float32" else 2
+    check_room(out, itemsize * (backbone + entries))
     with atomic_output(out, overwrite=overwrite) as partial:
         write_folded_into(model, partial, dtype=dtype, progress=progress)
 
@@ -219,37 +242,27 @@ def write_folded(
 def write_folded_into(
     model: FoldedModel, directory: Path, *, dtype: str = "float32", progress: Progress = silent
 ) -> None:
-    """Write weights, config and companions; `dtype` is that of every tensor but a shared table's maps (float32).
+    """Write weights, config and companions.
 
-    Raises `InputError` where float16 cannot hold a value.
+    `dtype` is that of every tensor but a shared table's maps, which stay float32. Raises `InputError` where
+    float16 cannot hold a value.
     """
     import torch
 
-    if dtype not in ("float32", "float16", "bfloat16"):
-        raise InputError(f"--dtype {dtype} is not known; choose float32, float16 or bfloat16.")
-    target: torch.dtype = getattr(torch, dtype)
+    check_dtype(dtype)
     tables, names = model.tables, model.tensor_names()
-
-    def cast(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        result = tensor.to(target)
-        if not bool(torch.isfinite(result).all()):
-            largest = float(tensor.abs().max())
-            raise InputError(f"{name} reaches {largest:.4g}, which is not a finite {dtype}; choose float32.")
-        return result
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for done, name in enumerate(names):
             progress("write", done, len(names) + 2)
             stored = model.overrides.get(name)
-            yield (
-                name,
-                cast(name, model.source.read_torch(name) if stored is None else torch.from_numpy(stored)),
-            )
+            tensor = model.source.read_torch(name) if stored is None else torch.from_numpy(stored)
+            yield name, cast(name, tensor, dtype)
         if isinstance(tables, UntiedTables):
-            yield "model.embed_tokens.weight", cast("the embedding", torch.from_numpy(tables.embedding))
-            yield "lm_head.weight", cast("the head", torch.from_numpy(tables.head))
+            for key, table in zip(table_keys(names), (tables.embedding, tables.head), strict=True):
+                yield key, cast(key, torch.from_numpy(table), dtype)
         else:
-            yield "pit.table", cast("the table", torch.from_numpy(tables.table))
+            yield "pit.table", cast("pit.table", torch.from_numpy(tables.table), dtype)
             identity = np.eye(tables.table.shape[1])
             for key, value in (("head_map", tables.head_map), ("embedding_map", tables.embedding_map)):
                 yield f"pit.{key}", torch.from_numpy(identity if value is None else value).to(torch.float32)
@@ -261,16 +274,18 @@ def write_folded_into(
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Carry tokenizer, chat template, generation config, licence and model card unchanged, where they are there."""
-    from pit_deploy.bundle import carry_files
+    """Carry tokenizer, chat template, generation config, licence and model card, byte for byte where they are."""
+    from pit_deploy.bundle import CARRIED, carry_files
 
+    names = ["README.md"]
     if (source / "tokenizer.json").is_file():
         carry_files(source, target)
-    elif (source / "generation_config.json").is_file():
-        (target / "generation_config.json").write_bytes((source / "generation_config.json").read_bytes())
-    for card in ("README.md",):
-        if (source / card).is_file() and not (target / card).exists():
-            (target / card).write_bytes((source / card).read_bytes())
+    else:  # no bundle can be made from it, and yet nothing that it has is lost
+        legal = [p.name for p in source.iterdir() if p.name.upper().startswith(("LICEN", "NOTICE"))]
+        names += [*CARRIED, *legal]
+    for name in names:
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 def check_layout(layout: str | None) -> None:
@@ -283,16 +298,6 @@ def with_tables(model: FoldedModel, tables: Tables, fold_name: str) -> FoldedMod
     return replace(model, tables=tables, folds=[*model.folds, fold_name])
 
 
-def _times(table: np.ndarray, matrix: np.ndarray | None) -> np.ndarray:
-    """float32 `table @ matrix` computed in float64, chunk by chunk."""
-    if matrix is None:
-        return table
-    out = np.empty((len(table), matrix.shape[1]), np.float32)
-    for start in range(0, len(table), _CHUNK):
-        out[start : start + _CHUNK] = table[start : start + _CHUNK].astype(np.float64) @ matrix
-    return out
-
-
 def _untied_config(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, Any]:
     """A loader that found `true` here would overwrite one table with the other in silence."""
     return {**config, "tie_word_embeddings": False, "vocab_size": checkpoint.table_rows}
@@ -300,12 +305,13 @@ def _untied_config(config: dict[str, Any], checkpoint: Checkpoint) -> dict[str, 
 
 def _folded_config(model: FoldedModel, dtype: str) -> dict[str, Any]:
     record = {
-        "version": FOLD_VERSION,
+        "version": OWN_VERSION,
         "layout": model.layout,
         "folds": model.folds,
         "source": model.source.name,
     }
     config = {**model.config, "dtype": dtype}
+    config.pop("torch_dtype", None)  # the older name of the same field
     if model.layout == "shared":
         # A model_type of its own, so that a plain loader refuses instead of making up tables.
         record["backbone_model_type"] = model.config["model_type"]
@@ -317,19 +323,3 @@ def _folded_config(model: FoldedModel, dtype: str) -> dict[str, Any]:
         if named:
             config["architectures"] = named
     return {**config, "pit_fold": record}
-
-
-def _check_interface(checkpoint: Checkpoint, memory: np.ndarray, cholesky: np.ndarray) -> None:
-    rows, columns = memory.shape
-    if cholesky.shape != (columns, columns):
-        raise InputError(
-            f"{checkpoint.path}: pit.memory is {[rows, columns]} and pit.cholesky {list(cholesky.shape)}; the "
-            f"second must be {[columns, columns]}."
-        )
-    check_finite(memory, f"{checkpoint.path}: pit.memory")
-    check_finite(cholesky, f"{checkpoint.path}: pit.cholesky")
-    if not (np.diagonal(cholesky) > 0).all() or np.triu(cholesky, 1).any():
-        raise InputError(
-            f"{checkpoint.path}: pit.cholesky must be lower triangular with a positive diagonal (smallest "
-            f"diagonal entry {np.diagonal(cholesky).min():.3g})."
-        )

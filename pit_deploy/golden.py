@@ -116,8 +116,8 @@ class GoldenRecord:
                 f"{directory / 'golden.json'} has version {version}; this pit-deploy reads {GOLDEN_VERSION}."
             )
         try:
-            arrays = load_file(directory / "golden.safetensors")
-            prompts = [Prompt(**p) for p in rest.pop("prompts")]
+            arrays: dict[str, Any] = dict(load_file(directory / "golden.safetensors"))
+            prompts = [Prompt(str(p["text"]), [int(i) for i in p["ids"]]) for p in rest.pop("prompts")]
             record = cls(prompts=prompts, **arrays, **rest)
             record._check()
         except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:
@@ -127,16 +127,39 @@ class GoldenRecord:
         return record
 
     def _check(self) -> None:
+        """Raise ValueError where a part does not fit the others."""
+        if not self.prompts or not all(p.ids for p in self.prompts):
+            raise ValueError("a prompt is empty")
         positions = sum(len(p.ids) for p in self.prompts)
-        sizes = {
-            len(self.top_ids),
-            len(self.top_logits),
-            len(self.sampled_logits),
-            len(self.logsumexp),
-            self.hidden_norm.shape[1],
+        states = self.hidden_norm.shape[:1]  # one more than there are layers
+        columns = self.projection.shape[:1]
+        shapes = {
+            "top_ids": (positions, *self.top_ids.shape[1:2]),
+            "top_logits": (positions, *self.top_ids.shape[1:2]),
+            "sampled_ids": self.sampled_ids.shape[:1],
+            "sampled_logits": (positions, *self.sampled_ids.shape[:1]),
+            "logsumexp": (positions,),
+            "projection": (*columns, PROJECTED),
+            "hidden_projection": (*states, positions, PROJECTED),
+            "hidden_norm": (*states, positions),
         }
-        if sizes != {positions}:
-            raise ValueError(f"{positions} positions in the prompts, {sorted(sizes)} in the arrays")
+        for name, shape in shapes.items():
+            value = getattr(self, name)
+            if value.shape != shape:
+                raise ValueError(
+                    f"{name} has shape {list(value.shape)}, and {positions} positions ask for {list(shape)}"
+                )
+            if not np.isfinite(value).all():
+                raise ValueError(f"{name} holds values that are not finite")
+        ids = [*(i for p in self.prompts for i in p.ids), *self.greedy_ids]
+        ids += [int(a.min()) for a in (self.top_ids, self.sampled_ids)]
+        ids += [int(a.max()) for a in (self.top_ids, self.sampled_ids)]
+        if not all(0 <= i < self.vocab_size for i in ids):
+            raise ValueError(f"an id is outside the vocabulary of {self.vocab_size} rows")
+        if not 0 <= self.greedy_prompt < len(self.prompts) or len(self.greedy_ids) != len(
+            self.greedy_margins
+        ):
+            raise ValueError("the greedy continuation does not fit the prompts")
 
 
 def record(
@@ -148,7 +171,9 @@ def record(
     end_ids: Sequence[int] = (),
     progress: Progress = silent,
 ) -> GoldenRecord:
-    """Record `runtime` on `prompts` (each at most its context): one pass each, then steps, then greedy decoding."""
+    """Record `runtime` on `prompts`, each at most its context: one pass each, then steps, then greedy decoding."""
+    if not prompts or not all(prompt.ids for prompt in prompts):
+        raise InputError("a golden record needs prompts of at least one token.")
     rng = np.random.default_rng(_SEED)
     count = min(tokenizer_length, TOP)
     sampled = np.sort(rng.choice(tokenizer_length, min(SAMPLED, tokenizer_length), replace=False)).astype(
@@ -157,16 +182,16 @@ def record(
     parts: dict[str, list[np.ndarray]] = {
         k: [] for k in ("ids", "top", "sampled", "lse", "projected", "norm")
     }
-    projection: np.ndarray | None = None
     step_difference = 0.0
     for number, prompt in enumerate(prompts):
         progress("golden", number, len(prompts) + 1)
         states, logits = runtime.hidden_states(prompt.ids)
-        if projection is None:
-            projection = (rng.standard_normal((states.shape[-1], PROJECTED)) / np.sqrt(PROJECTED)).astype(
-                np.float32
-            )
-        largest = np.argsort(-logits, axis=1, kind="stable")[:, :count].astype(np.int32)
+        if not (np.isfinite(logits).all() and np.isfinite(states).all()):
+            raise InputError(f"the reference gives values that are not finite on {prompt.text[:40]!r}.")
+        if number == 0:
+            gaussian = rng.standard_normal((states.shape[-1], PROJECTED))
+            projection = (gaussian / np.sqrt(PROJECTED)).astype(np.float32)
+        largest = np.stack([_largest(row, count) for row in logits])
         parts["ids"].append(largest)
         parts["top"].append(np.take_along_axis(logits, largest, axis=1))
         parts["sampled"].append(logits[:, sampled])
@@ -175,7 +200,6 @@ def record(
         parts["norm"].append(np.linalg.norm(states, axis=-1).astype(np.float32))
         if number == greedy_prompt:
             step_difference = _step_difference(runtime, prompt.ids, logits)
-    assert projection is not None, "at least one prompt is recorded"
     progress("golden", len(prompts), len(prompts) + 1)
     greedy, margins = greedy_continuation(runtime, prompts[greedy_prompt].ids, GREEDY_TOKENS, end_ids)
     progress("golden", len(prompts) + 1, len(prompts) + 1)
@@ -213,8 +237,9 @@ def golden_prompts(
     """
     from pit_deploy.quantize.calibration import evaluation_text
 
-    def encode(text: str, limit: int) -> Prompt:
-        ids = [i for i in tokenizer.encode(text).ids if i < vocab_size]
+    def encode(text: str, limit: int, add_special_tokens: bool = True) -> Prompt:
+        encoded = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = [i for i in encoded if i < vocab_size]
         kept = ids[:limit]
         return Prompt(
             text if len(kept) == len(ids) else tokenizer.decode(kept, skip_special_tokens=False), kept
@@ -226,7 +251,7 @@ def golden_prompts(
     if chat_text is None:
         prompts = [encode("The history of the printing press began", first)]
     else:
-        prompts = [Prompt(chat_text, tokenizer.encode(chat_text, add_special_tokens=False).ids[:first])]
+        prompts = [encode(chat_text, first, add_special_tokens=False)]
     prompts += [encode(text, context_length) for text in TEXTS]
     prose = encode(evaluation_text(), 10**9).ids
     longest = min(context_length, 224)
@@ -248,7 +273,7 @@ def greedy_continuation(
     margins: list[float] = []
     room = runtime.context_length - len(ids) + 1
     for _ in range(min(count, room)):
-        best, second = np.argsort(-logits, kind="stable")[:2]
+        best, second = _largest(logits, 2)
         found.append(int(best))
         margins.append(float(logits[best] - logits[second]))
         if found[-1] in end_ids or runtime.position >= runtime.context_length:
@@ -265,8 +290,10 @@ def project(states: np.ndarray, projection: np.ndarray) -> np.ndarray:
 
 def logsumexp(logits: np.ndarray) -> np.ndarray:
     """Over the last axis, float64."""
-    largest = logits.max(axis=-1, keepdims=True).astype(np.float64)
-    return largest[..., 0] + np.log(np.exp(logits - largest).sum(axis=-1))
+    if logits.ndim > 1:  # row by row: a float64 copy of all logits of a large vocabulary is not held
+        return np.array([logsumexp(row) for row in logits])
+    largest = np.float64(logits.max())
+    return np.asarray(largest + np.log(np.exp(logits - largest, dtype=np.float64).sum()))
 
 
 def versions() -> dict[str, str]:
@@ -280,6 +307,16 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _largest(row: np.ndarray, count: int) -> np.ndarray:
+    """Ids of the `count` largest values, descending; of equal ones the lowest id first. int32."""
+    ids = np.sort(np.argpartition(-row, min(count, len(row) - 1))[:count])
+    least = row[ids].min()
+    # At the edge argpartition takes any of several equal values: take those with the lowest ids.
+    sure = ids[row[ids] > least]
+    ids = np.sort(np.concatenate([sure, np.flatnonzero(row == least)[: count - len(sure)]]))
+    return ids[np.argsort(-row[ids], kind="stable")].astype(np.int32)
 
 
 def _step_difference(runtime: FullRuntime, ids: Sequence[int], logits: np.ndarray) -> float:

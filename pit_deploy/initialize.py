@@ -1,4 +1,4 @@
-"""Where a PIT interface starts: the polar factors of a trained table, or a random orthonormal memory.
+"""Where a PIT interface starts: polar factors of a trained table, a random memory, or a PIT checkpoint.
 
 Host arithmetic in float64 (NumPy). Source: arXiv 2602.04556, section on initialisation; limits measured here.
 """
@@ -6,19 +6,98 @@ Host arithmetic in float64 (NumPy). Source: arXiv 2602.04556, section on initial
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pit_deploy.errors import InputError
 
+if TYPE_CHECKING:
+    from pit_deploy.checkpoint import Checkpoint
+
 MAX_CONDITION = 1e6
-"""Tables with a larger condition number are refused: float32 solves with such a T keep fewer than two digits."""
+"""Tables with a larger condition number are refused: float32 solves with such a T keep a digit at most."""
+
+MAX_DRIFT = 1e-2
+"""A memory further from orthonormal columns than this (largest entry of |ZᵀZ - I|) is no PIT memory."""
+
+_REORTHONORMALIZE = 1e-5
+"""Drift (a save in bf16, a long training) that is put right on reading; float32 rounding stays far below."""
 
 _GRAM_LIMIT = 1e3
 """Up to this condition the Gram matrix is accurate enough (its error is eps * cond²); past it QR is used."""
 
 _CHUNK = 8192
+
+
+@dataclass(frozen=True)
+class Interface:
+    """The arrays of a PIT interface: float32 `memory` [V, d], float64 `cholesky` [d, d], a bridge or None."""
+
+    memory: np.ndarray
+    cholesky: np.ndarray
+    bridge: np.ndarray | float | None
+
+    @property
+    def bridge_kind(self) -> str:
+        if self.bridge is None:
+            return "none"
+        return "matrix" if isinstance(self.bridge, np.ndarray) else "scalar"
+
+    @property
+    def transform(self) -> np.ndarray:
+        """`T = L Lᵀ`, float64 [d, d]."""
+        return self.cholesky @ self.cholesky.T
+
+
+def read_interface(checkpoint: Checkpoint) -> Interface:
+    """The interface of a PIT checkpoint: what the training-time model runs on and what the fold starts from.
+
+    A memory that has drifted from orthonormal columns is re-orthonormalised, with a note. Raises `InputError`
+    for one that is no PIT memory, an `L` that is no Cholesky factor, and values that are not finite.
+    """
+    place = f"{checkpoint.path}: pit."
+    memory = check_memory(checkpoint, "pit.memory", _REORTHONORMALIZE)
+    cholesky = check_cholesky(checkpoint.read("pit.cholesky", np.float64), f"{place}cholesky")
+    bridge: np.ndarray | float | None = None
+    if "pit.bridge" in checkpoint.tensors:
+        bridge = checkpoint.read("pit.bridge", np.float64)
+        check_finite(bridge, f"{place}bridge")
+    elif "pit.embedding_multiplier" in checkpoint.tensors:
+        bridge = float(checkpoint.read("pit.embedding_multiplier", np.float64))
+        if not (np.isfinite(bridge) and bridge):
+            raise InputError(f"{place}embedding_multiplier is {bridge}; a finite number but 0 is due.")
+    return Interface(memory, cholesky, bridge)
+
+
+def check_memory(checkpoint: Checkpoint, key: str, limit: float) -> np.ndarray:
+    """The memory under `key`, float32 [V, d], re-orthonormalised with a note where it is past `limit`."""
+    memory = checkpoint.read(key)
+    check_finite(memory, f"{checkpoint.path}: {key}")
+    error = orthonormality_error(memory)
+    if error > MAX_DRIFT:
+        raise InputError(
+            f"{checkpoint.path}: the columns of {key} are {error:.3g} away from orthonormal (limit {MAX_DRIFT}); "
+            f"this is not a PIT memory."
+        )
+    if error > limit:
+        memory = reorthonormalize(memory)
+        checkpoint.note(
+            f"{key} was {error:.2g} away from orthonormal columns and was re-orthonormalised to "
+            f"{orthonormality_error(memory):.2g}"
+        )
+    return memory
+
+
+def check_cholesky(cholesky: np.ndarray, name: str) -> np.ndarray:
+    """`cholesky` itself; raises `InputError` where it is not lower triangular with a positive diagonal."""
+    check_finite(cholesky, name)
+    if not (np.diagonal(cholesky) > 0).all() or np.triu(cholesky, 1).any():
+        raise InputError(
+            f"{name} must be lower triangular with a positive diagonal (smallest diagonal entry "
+            f"{np.diagonal(cholesky).min():.3g})."
+        )
+    return cholesky
 
 
 @dataclass(frozen=True)
@@ -54,31 +133,28 @@ def polar(
             f"columns (hidden_size)."
         )
     check_finite(table, name)
-    gram = _gram(table)
-    eigenvalues, vectors = np.linalg.eigh(gram)
-    largest = float(eigenvalues[-1])
-    if not largest > 0:
+    eigenvalues, vectors = np.linalg.eigh(_gram(table))
+    if not eigenvalues[-1] > 0:
         raise InputError(f"{name} is zero everywhere; there is nothing to decompose.")
-    if eigenvalues[0] > largest / _GRAM_LIMIT**2:
+    if eigenvalues[0] > eigenvalues[-1] / _GRAM_LIMIT**2:
         singular = np.sqrt(eigenvalues)
-        to_memory = (vectors / singular) @ vectors.T
-        memory_of = _Product(table, to_memory)
     else:
-        orthonormal, triangular = np.linalg.qr(table.astype(np.float64))
-        left, descending, right = np.linalg.svd(triangular)
+        _, descending, right = np.linalg.svd(_triangular_factor(table))
         singular, vectors = descending[::-1], right[::-1].T
-        memory_of = _Product(orthonormal, left @ right)
     _check_condition(singular, name, rows, columns, max_condition)
+    to_memory = (vectors / singular) @ vectors.T
+    if np.dtype(dtype) == np.float64:
+        # One Newton step towards orthonormal columns; in float32 what it removes is below the rounding.
+        to_memory = to_memory @ (1.5 * np.eye(columns) - 0.5 * _gram(table, to_memory))
     transform = (vectors * singular) @ vectors.T
-    # One Newton step towards orthonormal columns removes what eigh and the product left over.
-    memory_of.matrix = memory_of.matrix @ (1.5 * np.eye(columns) - 0.5 * memory_of.gram())
-    return PolarFactors(memory_of.result(dtype), (transform + transform.T) / 2, singular)
+    return PolarFactors(multiply(table, to_memory, dtype), (transform + transform.T) / 2, singular)
 
 
 def random_orthonormal(rows: int, columns: int, *, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
     """A uniformly random point of the Stiefel manifold, [rows, columns]: the polar factor of a Gaussian."""
-    gaussian = np.random.default_rng(seed).standard_normal((rows, columns))
-    return polar(gaussian, name="a random table", dtype=dtype).memory
+    generator = np.random.default_rng(seed)
+    gaussian = generator.standard_normal((rows, columns), dtype=np.float32)
+    return polar(gaussian, name="the random token table", dtype=dtype).memory
 
 
 def orthonormality_error(memory: np.ndarray) -> float:
@@ -110,36 +186,45 @@ def check_finite(table: np.ndarray, name: str) -> None:
                 int((~np.isfinite(table[i : i + _CHUNK])).sum()) for i in range(0, len(table), _CHUNK)
             )
             raise InputError(
-                f"{name} holds {count} values that are not finite, the first at {place}; repair the checkpoint."
+                f"{name} holds {count} values that are not finite, the first at {place}; repair the "
+                f"checkpoint."
             )
 
 
-class _Product:
-    """`table @ matrix`, made in chunks of rows so that no second float64 table is held."""
-
-    def __init__(self, table: np.ndarray, matrix: np.ndarray) -> None:
-        self.table, self.matrix = table, matrix
-
-    def gram(self) -> np.ndarray:
-        total = np.zeros((self.matrix.shape[1],) * 2)
-        for start in range(0, len(self.table), _CHUNK):
-            part = self.table[start : start + _CHUNK].astype(np.float64) @ self.matrix
-            total += part.T @ part
-        return total
-
-    def result(self, dtype: Any) -> np.ndarray:
-        out = np.empty((len(self.table), self.matrix.shape[1]), dtype)
-        for start in range(0, len(self.table), _CHUNK):
-            out[start : start + _CHUNK] = self.table[start : start + _CHUNK].astype(np.float64) @ self.matrix
-        return out
+def multiply(table: np.ndarray, matrix: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
+    """`table @ matrix` in float64, rounded to `dtype`; in chunks, so that no second float64 table is held."""
+    out = np.empty((len(table), matrix.shape[1]), dtype)
+    for start in range(0, len(table), _CHUNK):
+        out[start : start + _CHUNK] = table[start : start + _CHUNK].astype(np.float64) @ matrix
+    return out
 
 
-def _gram(table: np.ndarray) -> np.ndarray:
+def inner_product(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """`leftᵀ right` of two tables, accumulated in float64."""
+    total = np.zeros((left.shape[1], right.shape[1]))
+    for start in range(0, len(left), _CHUNK):
+        span = slice(start, start + _CHUNK)
+        total += left[span].astype(np.float64).T @ right[span].astype(np.float64)
+    return total
+
+
+def _gram(table: np.ndarray, matrix: np.ndarray | None = None) -> np.ndarray:
+    """`YᵀY` of `Y = table` or `Y = table @ matrix`, in float64."""
     total = np.zeros((table.shape[1],) * 2)
     for start in range(0, len(table), _CHUNK):
         part = table[start : start + _CHUNK].astype(np.float64)
-        total += part.T @ part
+        part = part if matrix is None else part @ matrix
+        total += part.T @ part  # one array on both sides: BLAS computes half of the symmetric product
     return total
+
+
+def _triangular_factor(table: np.ndarray) -> np.ndarray:
+    """`R` of `table = Q R`, chunk by chunk: the same singular values, accurate at any condition number."""
+    triangular: np.ndarray = np.empty((0, table.shape[1]))
+    for start in range(0, len(table), _CHUNK):
+        part = table[start : start + _CHUNK].astype(np.float64)
+        triangular = np.asarray(np.linalg.qr(np.concatenate([triangular, part]), mode="r"))
+    return triangular
 
 
 def _check_condition(singular: np.ndarray, name: str, rows: int, columns: int, limit: float) -> None:
@@ -152,6 +237,6 @@ def _check_condition(singular: np.ndarray, name: str, rows: int, columns: int, l
         )
     if largest / smallest > limit:
         raise InputError(
-            f"{name} has condition number {largest / smallest:.3g}, above the limit {limit:.3g} (singular values "
-            f"{smallest:.3g} to {largest:.3g}); solves with it would lose the embedding."
+            f"{name} has condition number {largest / smallest:.3g}, above the limit {limit:.3g} (singular "
+            f"values {smallest:.3g} to {largest:.3g}); solves with it would lose the embedding."
         )

@@ -1,16 +1,16 @@
-"""The PIT interface: one orthonormal token memory `Z` and one SPD transform `T = L Lᵀ`, for both ends of a model.
+"""The PIT interface: one orthonormal token memory `Z` and one SPD transform `T = L Lᵀ` for both ends of a model.
 
     embedding   x = z T⁻¹ B         two triangular solves on the gathered rows only
     head        logits = (h T) Zᵀ
 
 `B` is the bridge of a converted model (docs/pit.md): a matrix, a scalar, or absent in the paper's strict form.
-Source: arXiv 2602.04556. No pseudo-inverse is computed and nothing of the vocabulary's size is kept beside `Z`.
+Source: arXiv 2602.04556. No pseudo-inverse is computed, and nothing of the vocabulary's size is kept but `Z`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,6 +33,9 @@ class PITInterface(nn.Module):
     Parameters are float32 and stay so when the model around is cast; autocast is off inside.
     """
 
+    cholesky_anchor: torch.Tensor
+    embedding_multiplier: torch.Tensor | None
+
     def __init__(
         self,
         memory: torch.Tensor,
@@ -44,19 +47,22 @@ class PITInterface(nn.Module):
         super().__init__()
         if memory_kind not in MEMORIES:
             raise ValueError(f"memory_kind is {memory_kind!r}; choose one of {MEMORIES}")
-        hidden_size = memory.shape[1]
-        if cholesky.shape != (hidden_size, hidden_size):
-            raise ValueError(f"cholesky is {tuple(cholesky.shape)}, expected {(hidden_size, hidden_size)}")
+        square = (memory.shape[1], memory.shape[1])
+        if cholesky.shape != square:
+            raise ValueError(f"cholesky is {tuple(cholesky.shape)}, expected {square}")
         self.memory_kind = memory_kind
         self.memory = nn.Parameter(memory, requires_grad=memory_kind == "stiefel")
-        self.raw_cholesky = nn.Parameter(cholesky_to_raw(cholesky))
+        raw, anchor = cholesky_to_raw(cholesky)
+        self.raw_cholesky = nn.Parameter(raw)
+        self.register_buffer("cholesky_anchor", anchor)
         self.bridge: nn.Parameter | None = None
-        self.embedding_multiplier: torch.Tensor | None
-        if isinstance(bridge, torch.Tensor) and bridge.ndim == 2:
+        multiplier = None
+        if isinstance(bridge, torch.Tensor) and bridge.ndim:
+            if bridge.shape != square:
+                raise ValueError(f"bridge is {tuple(bridge.shape)}, expected {square} or a number")
             self.bridge = nn.Parameter(bridge)
-        multiplier = (
-            None if bridge is None or self.bridge is not None else torch.as_tensor(bridge, dtype=memory.dtype)
-        )
+        elif bridge is not None:
+            multiplier = torch.as_tensor(bridge, dtype=memory.dtype, device=memory.device)
         self.register_buffer("embedding_multiplier", multiplier)
         self._precise = False
 
@@ -69,7 +75,7 @@ class PITInterface(nn.Module):
     @property
     def cholesky(self) -> torch.Tensor:
         """`L` [d, d], differentiable in the raw parameter."""
-        return raw_to_cholesky(self.raw_cholesky)
+        return raw_to_cholesky(self.raw_cholesky, self.cholesky_anchor)
 
     def transform(self) -> torch.Tensor:
         """`T = L Lᵀ` [d, d]."""
@@ -80,9 +86,7 @@ class PITInterface(nn.Module):
         """Embedding rows, [..., d], for ids [...]."""
         with _no_autocast(self.memory):
             rows = self._exact(F.embedding(input_ids, self.memory)).reshape(-1, self.memory.shape[1])
-            cholesky = self._exact(self.raw_cholesky, raw_to_cholesky)
-            half = torch.linalg.solve_triangular(cholesky.T, rows, upper=True, left=False)
-            x = torch.linalg.solve_triangular(cholesky, half, upper=False, left=False)
+            x = _solve(self._exact(self.cholesky), rows)
             if self.bridge is not None:
                 x = x @ self._exact(self.bridge)
             elif self.embedding_multiplier is not None:
@@ -92,7 +96,7 @@ class PITInterface(nn.Module):
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of states [..., d] after the final norm, in the memory's dtype."""
         with _no_autocast(self.memory):
-            cholesky = self._exact(self.raw_cholesky, raw_to_cholesky)
+            cholesky = self._exact(self.cholesky)
             states = self._exact(hidden_states) @ cholesky @ cholesky.T
             return F.linear(states.to(self.memory.dtype), self.memory)
 
@@ -107,29 +111,26 @@ class PITInterface(nn.Module):
 
     @torch.no_grad()
     def interface_error(self, *, chunk: int = 8192) -> float:
-        """delta_TI = ||Wᵀ E - I||_F / sqrt(d) of `W = Z T` and `E = Z T⁻¹` as this dtype computes them, no bridge."""
-        hidden_size = self.memory.shape[1]
+        """delta_TI = ||Wᵀ E - I||_F / sqrt(d) of `W = Z T` and `E = Z T⁻¹`, no bridge.
+
+        Both are computed in the parameters' dtype, as in training, and multiplied in float64.
+        """
         cholesky = self.cholesky
-        total = torch.zeros(hidden_size, hidden_size, dtype=torch.float64, device=cholesky.device)
+        total = torch.zeros(cholesky.shape, dtype=torch.float64, device=cholesky.device)
         for z in self.memory.split(chunk):
-            half = torch.linalg.solve_triangular(cholesky.T, z, upper=True, left=False)
-            embedding = torch.linalg.solve_triangular(cholesky, half, upper=False, left=False)
-            total += (z @ cholesky @ cholesky.T).double().T @ embedding.double()
+            total += (z @ cholesky @ cholesky.T).double().T @ _solve(cholesky, z).double()
         return interface_error_of(total)
 
-    def _exact(
-        self, tensor: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor] | None = None
-    ) -> torch.Tensor:
-        tensor = tensor.to(torch.float64 if self._precise else self.memory.dtype)
-        return tensor if function is None else function(tensor)
+    def _exact(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(torch.float64 if self._precise else self.memory.dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> PITInterface:
-        """Follow moves between devices and casts to float64, but never a cast below float32."""
+        """Follow moves between devices, and casts only between float32 and wider."""
 
         def keep_precision(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            if moved.is_floating_point() and torch.finfo(moved.dtype).bits < torch.finfo(tensor.dtype).bits:
-                return tensor.to(moved.device)
+            moved: torch.Tensor = fn(tensor)
+            if moved.is_floating_point() and torch.finfo(moved.dtype).bits < 32:
+                return tensor.to(moved.device, torch.float32)
             return moved
 
         super()._apply(keep_precision, recurse)
@@ -143,20 +144,36 @@ def interface_error_of(product: torch.Tensor) -> float:
     return float(torch.linalg.matrix_norm(product - identity) / hidden_size**0.5)
 
 
-def raw_to_cholesky(raw: torch.Tensor) -> torch.Tensor:
-    """`L` from an unconstrained [d, d] matrix: its strict lower part, and softplus of its diagonal."""
-    return torch.tril(raw, -1) + torch.diag(F.softplus(torch.diagonal(raw)))
+def raw_to_cholesky(raw: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    """`L` from an unconstrained [d, d] matrix: its strict lower part, and a positive diagonal.
+
+    The diagonal is softplus of the raw one counted from where softplus is the anchor [d], written as a
+    quotient that is exactly 1 at 0: what was loaded is what is saved, to the last bit.
+    """
+    start = anchor + torch.log(-torch.expm1(-anchor))  # softplus(start) is the anchor, up to rounding
+    growth = F.softplus(start + torch.diagonal(raw)) / F.softplus(start)
+    return torch.tril(raw, -1) + torch.diag(anchor * growth)
 
 
-def cholesky_to_raw(cholesky: torch.Tensor) -> torch.Tensor:
-    """The inverse of `raw_to_cholesky`; raises ValueError where the diagonal is not positive."""
-    diagonal = torch.diagonal(cholesky).double()
-    if not bool((diagonal > 0).all()):
+def cholesky_to_raw(cholesky: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The raw matrix and the anchor for which `raw_to_cholesky` gives `cholesky`.
+
+    Raises ValueError where that is not lower triangular with a positive diagonal.
+    """
+    anchor = torch.diagonal(cholesky).detach().clone()
+    if not bool((anchor > 0).all()):
         raise ValueError(
-            f"the diagonal of L must be positive; its smallest entry is {diagonal.min().item():.3g}"
+            f"the diagonal of L must be positive; its smallest entry is {anchor.min().item():.3g}"
         )
-    raw = diagonal + torch.log(-torch.expm1(-diagonal))
-    return torch.tril(cholesky, -1) + torch.diag(raw.to(cholesky.dtype))
+    if bool(torch.triu(cholesky, 1).any()):
+        raise ValueError("L must be lower triangular, and has entries above the diagonal")
+    return torch.tril(cholesky, -1).detach().clone(), anchor
+
+
+def _solve(cholesky: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """`rows (L Lᵀ)⁻¹` for rows [n, d]: first with `Lᵀ`, then with `L`."""
+    half = torch.linalg.solve_triangular(cholesky.T, rows, upper=True, left=False)
+    return torch.linalg.solve_triangular(cholesky, half, upper=False, left=False)
 
 
 def _no_autocast(tensor: torch.Tensor) -> torch.autocast:

@@ -1,12 +1,13 @@
 """`PITForCausalLM`: any decoder-only model of transformers whose two token tables are one `PITInterface`.
 
-The library's own CausalLM class runs the backbone, soft caps, scales and loss; only its embedding and its head
-are exchanged, so that nothing of an architecture is written twice.
+The library's own CausalLM class runs the backbone, soft caps, scales and loss; only its embedding and its
+head are exchanged, so that nothing of an architecture is written twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,37 +20,45 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from pit_deploy.checkpoint import Checkpoint, open_checkpoint, read_json, write_json, write_safetensors
+from pit_deploy.checkpoint import (
+    OWN_VERSION,
+    Checkpoint,
+    open_checkpoint,
+    read_json,
+    write_json,
+    write_safetensors,
+)
 from pit_deploy.errors import InputError
-from pit_deploy.files import atomic_output
+from pit_deploy.files import atomic_output, check_output
 from pit_deploy.folding import copy_companions
-from pit_deploy.initialize import orthonormality_error, reorthonormalize
-from pit_deploy.interface import PITInterface
+from pit_deploy.initialize import read_interface
+from pit_deploy.interface import PITInterface, raw_to_cholesky
 
-PIT_VERSION = 1
 MODEL_TYPE = "pit"
-_ORTHONORMALITY_LIMIT = 1e-5
-"""A memory further from orthonormal than this (a save in bf16, a long training) is re-orthonormalised on load."""
 
 
 class PITEmbedding(nn.Module):
     """The input end. `scale` is the factor that the architecture's own embedding module applies (Gemma)."""
 
+    scale: torch.Tensor | None
+    like_backbone: torch.Tensor
+
     def __init__(self, interface: PITInterface, dtype: torch.dtype, scale: torch.Tensor | None) -> None:
         super().__init__()
         self.__dict__["interface"] = interface  # a plain reference: the model owns its parameters
-        self.output_dtype = dtype
-        self.scale: torch.Tensor | None
         self.register_buffer("scale", scale, persistent=False)
+        # An empty tensor that is cast along with the backbone: its dtype is that of the embedding's output.
+        self.register_buffer("like_backbone", torch.empty(0, dtype=dtype), persistent=False)
 
     @property
     def weight(self) -> torch.Tensor:
-        """The memory `Z`: what generic code may ask for its shape, dtype and device."""
-        return self.__dict__["interface"].memory
+        """The memory `Z`: what generic code may ask for its shape and device."""
+        memory: torch.Tensor = self.__dict__["interface"].memory
+        return memory
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        x: torch.Tensor = self.__dict__["interface"].embed(input_ids).to(self.output_dtype)
-        return x if self.scale is None else x * self.scale.to(self.output_dtype)
+        x: torch.Tensor = self.__dict__["interface"].embed(input_ids).to(self.like_backbone.dtype)
+        return x if self.scale is None else x * self.scale.to(x.dtype)
 
 
 class PITHead(nn.Module):
@@ -62,7 +71,8 @@ class PITHead(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        return self.__dict__["interface"].memory
+        memory: torch.Tensor = self.__dict__["interface"].memory
+        return memory
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.__dict__["interface"].logits(hidden_states)
@@ -86,10 +96,7 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, backbone: PreTrainedModel, interface: PITInterface) -> None:
         super().__init__(backbone.config)
-        dtype = backbone.dtype
-        scale = getattr(backbone.get_input_embeddings(), "embed_scale", None)
-        if scale is not None:
-            scale = torch.as_tensor(scale).detach().clone()
+        dtype, scale = backbone.dtype, embedding_scale(backbone)
         self.backbone = backbone
         self.pit = interface
         backbone.set_input_embeddings(PITEmbedding(interface, dtype, scale))
@@ -101,7 +108,8 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
     @property
     def decoder(self) -> nn.Module:
         """The stack of layers inside the backbone, without embedding and head."""
-        return getattr(self.backbone, self.backbone.base_model_prefix)
+        decoder: nn.Module = getattr(self.backbone, self.backbone.base_model_prefix)
+        return decoder
 
     def get_input_embeddings(self) -> nn.Module:
         return self.backbone.get_input_embeddings()
@@ -134,47 +142,64 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-    def save_pretrained(
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Refused: rows without orthonormal columns would break the interface."""
+        raise InputError(
+            "a PIT memory cannot be resized; resize the plain checkpoint's table and convert it again."
+        )
+
+    def save_pretrained(  # type: ignore[override]
         self,
         save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
         *,
         overwrite: bool = True,
         companions: str | Path | None = None,
-        **ignored: Any,
-    ) -> None:  # type: ignore[override]
-        """Write a PIT checkpoint. `companions` is a directory whose tokenizer, licence and card are carried along.
+        **other: Any,
+    ) -> None:
+        """Write a PIT checkpoint. `companions` is a directory whose tokenizer, licence and card are carried.
 
-        The directory is replaced as a whole when everything is written; a failure leaves what was there.
+        The weights are complete before any name changes; a failure leaves what was there. As in transformers,
+        other files of an existing directory stay (a trainer keeps its own there). `state_dict` replaces the
+        model's own, with the same keys. Raises `InputError` for options of transformers that have no meaning here.
         """
-        backbone = {name: tensor for name, tensor in self.backbone.state_dict().items()}
-        with atomic_output(save_directory, overwrite=overwrite) as partial:
-            write_safetensors(partial, [*backbone.items(), *interface_tensors(self.pit)])
-            config = pit_config(
-                self.config.to_dict(),
-                self.pit.memory_kind,
-                self.pit.bridge_kind,
-                [type(self.backbone).__name__],
-            )
+        asked = sorted(k for k, v in other.items() if v and k not in ("safe_serialization", "token"))
+        if asked:
+            raise InputError(f"save_pretrained of a PIT model does not take {', '.join(asked)}.")
+        if not is_main_process:
+            return
+        directory = Path(save_directory)
+        if not overwrite or directory.is_file():
+            check_output(directory)
+        state = self.state_dict() if state_dict is None else state_dict
+        staged = directory / ".pit-deploy" if directory.is_dir() else directory
+        with atomic_output(staged, overwrite=True) as partial:
+            tensors = [(k.removeprefix("backbone."), v) for k, v in state.items() if not k.startswith("pit.")]
+            write_safetensors(partial, [*tensors, *interface_tensors(state)])
+            kinds = self.pit.memory_kind, self.pit.bridge_kind
+            config = pit_config(self.config.to_dict(), *kinds, [type(self.backbone).__name__])
             write_json(partial / "config.json", config)
             if companions is not None:
                 copy_companions(Path(companions), partial)
             if not (partial / "generation_config.json").exists():
-                self.generation_config.save_pretrained(partial)
+                self.generation_config.to_json_file(partial / "generation_config.json")
+        if staged != directory:
+            _move_files(staged, directory)
 
     @classmethod
-    def from_pretrained(
-        cls, source: str | Path | Checkpoint, *, dtype: torch.dtype | None = None, **ignored: Any
-    ) -> PITForCausalLM:  # type: ignore[override]
-        """Load a PIT checkpoint. `dtype` is the backbone's (None: as stored); the interface is float32 always.
+    def from_pretrained(  # type: ignore[override]
+        cls, source: str | Path | Checkpoint, *, dtype: torch.dtype | None = None
+    ) -> PITForCausalLM:
+        """Load a PIT checkpoint. `dtype` is the backbone's (None: as stored); the interface is always float32.
 
         Raises `InputError` for missing or unexpected tensors, all named at once.
         """
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         if checkpoint.kind != "pit":
             raise InputError(f"{checkpoint.path} is not a PIT checkpoint; run pit-deploy convert first.")
-        backbone = build_backbone(
-            checkpoint.backbone_config, checkpoint.table_rows, dtype or _stored_dtype(checkpoint)
-        )
+        dtype = dtype or _stored_dtype(checkpoint)
+        backbone = build_backbone(checkpoint.backbone_config, checkpoint.table_rows, dtype)
         model = cls(backbone, load_interface(checkpoint))
         _load_backbone(backbone, checkpoint)
         if (checkpoint.path / "generation_config.json").is_file():
@@ -183,49 +208,55 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
         return model.eval()
 
 
-def build_backbone(config: dict[str, Any], rows: int, dtype: torch.dtype) -> PreTrainedModel:
-    """The library's CausalLM model of this config, without meaningful weights."""
-    model_type = config.get("model_type")
+def backbone_config(config: dict[str, Any], **changes: Any) -> transformers.PretrainedConfig:
+    """The library's config object of an untied causal model. Raises `InputError` where it has none."""
+    model_type = str(config.get("model_type"))
     if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
             f"config.json: transformers has no causal language model of model_type '{model_type}'."
         )
-    own = CONFIG_MAPPING[model_type].from_dict({**config, "vocab_size": rows, "tie_word_embeddings": False})
+    try:
+        found: transformers.PretrainedConfig = CONFIG_MAPPING[model_type].from_dict(
+            {**config, **changes, "tie_word_embeddings": False}
+        )
+    except Exception as error:  # transformers raises many kinds; each is about the user's config
+        reason = " ".join(str(error).split())
+        raise InputError(f"config.json: transformers refuses this config: {reason}") from error
+    return found
+
+
+def build_backbone(config: dict[str, Any], rows: int, dtype: torch.dtype) -> PreTrainedModel:
+    """The library's CausalLM model of this config, without meaningful weights."""
+    own = backbone_config(config, vocab_size=rows)
     with no_init_weights(), quiet():
         model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype)
     return model
 
 
+def embedding_scale(backbone: PreTrainedModel) -> torch.Tensor | None:
+    """The factor that the architecture's own embedding module applies, as the number it uses."""
+    scale = getattr(backbone.get_input_embeddings(), "embed_scale", None)
+    return None if scale is None else torch.as_tensor(scale).detach().clone()
+
+
 def load_interface(checkpoint: Checkpoint) -> PITInterface:
     """The interface of a PIT checkpoint, its memory re-orthonormalised where it has drifted (with a note)."""
-    memory, cholesky = checkpoint.read("pit.memory"), checkpoint.read("pit.cholesky")
-    error = orthonormality_error(memory)
-    if error > _ORTHONORMALITY_LIMIT:
-        memory = reorthonormalize(memory)
-        checkpoint.note(
-            f"pit.memory was {error:.2g} away from orthonormal columns and was re-orthonormalised to "
-            f"{orthonormality_error(memory):.2g}"
-        )
-    bridge: torch.Tensor | None = None
-    for key in ("pit.bridge", "pit.embedding_multiplier"):
-        if key in checkpoint.tensors:
-            bridge = torch.from_numpy(checkpoint.read(key))
+    arrays = read_interface(checkpoint)
+    bridge = None if arrays.bridge is None else torch.as_tensor(arrays.bridge, dtype=torch.float32)
     return PITInterface(
-        torch.from_numpy(memory),
-        torch.from_numpy(cholesky),
+        torch.from_numpy(arrays.memory),
+        torch.from_numpy(arrays.cholesky).float(),
         bridge,
-        memory_kind=checkpoint.config["pit"].get("memory", "frozen"),
+        memory_kind=checkpoint.config["pit"]["memory"],
     )
 
 
-def interface_tensors(interface: PITInterface) -> list[tuple[str, torch.Tensor]]:
+def interface_tensors(state: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     """The interface in the terms of the checkpoint format: `L` itself, so that no parametrisation is implied."""
-    tensors = [("pit.memory", interface.memory.detach()), ("pit.cholesky", interface.cholesky.detach())]
-    if interface.bridge is not None:
-        tensors.append(("pit.bridge", interface.bridge.detach()))
-    if interface.embedding_multiplier is not None:
-        tensors.append(("pit.embedding_multiplier", interface.embedding_multiplier))
-    return tensors
+    cholesky = raw_to_cholesky(state["pit.raw_cholesky"], state["pit.cholesky_anchor"])
+    tensors = [("pit.memory", state["pit.memory"]), ("pit.cholesky", cholesky)]
+    tensors += [(k, state[k]) for k in ("pit.bridge", "pit.embedding_multiplier") if k in state]
+    return [(name, tensor.float()) for name, tensor in tensors]
 
 
 def pit_config(
@@ -233,7 +264,7 @@ def pit_config(
 ) -> dict[str, Any]:
     """config.json of a PIT checkpoint, from the backbone's."""
     own = {
-        "version": PIT_VERSION,
+        "version": OWN_VERSION,
         "backbone_model_type": config["model_type"],
         "backbone_architectures": architectures,
         "memory": memory,
@@ -280,14 +311,30 @@ def _load_backbone(backbone: PreTrainedModel, checkpoint: Checkpoint) -> None:
     ]
     if problems:
         raise InputError(f"{checkpoint.path} does not fit its config: {'; '.join(problems)}.")
-    with torch.no_grad():
-        for name, target in wanted.items():
-            value = checkpoint.read_torch(name)
-            if value.shape != target.shape:
-                raise InputError(
-                    f"{checkpoint.path}: {name} has shape {list(value.shape)}, its config asks for {list(target.shape)}."
-                )
-            target.copy_(value)
+    values = {}
+    for name, target in wanted.items():
+        value = checkpoint.read_torch(name)
+        if value.shape != target.shape:
+            raise InputError(
+                f"{checkpoint.path}: {name} has shape {list(value.shape)}, its config asks for "
+                f"{list(target.shape)}."
+            )
+        values[name] = value.to(target.dtype)
+    backbone.load_state_dict(values, assign=True)  # the tensors themselves: a copy would double the memory
+
+
+def _move_files(source: Path, target: Path) -> None:
+    """Put the files of a finished checkpoint into an existing directory, config.json last, and drop old shards."""
+    new = sorted((p for p in source.rglob("*") if p.is_file()), key=lambda p: p.name == "config.json")
+    stale = {*target.glob("model*.safetensors"), *target.glob("model.safetensors.index.json")}
+    for file in new:
+        place = target / file.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        file.replace(place)
+        stale.discard(place)
+    for file in stale:
+        file.unlink()
+    shutil.rmtree(source)
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:

@@ -15,7 +15,7 @@ import numpy as np
 from pit_deploy.bundle import Bundle
 from pit_deploy.errors import InputError, ParityError
 from pit_deploy.gates import TIE, Gate, coarsest, gate_for
-from pit_deploy.golden import GoldenRecord, greedy_continuation, logsumexp, project
+from pit_deploy.golden import MIN_POSITIONS, GoldenRecord, greedy_continuation, logsumexp, project
 from pit_deploy.progress import Progress, silent
 from pit_deploy.runtimes.base import FullRuntime, Runtime
 
@@ -90,11 +90,11 @@ class ParityReport:
             "failures": self.failures,
             "notes": self.notes,
             "positions": len(self.kl),
-            "max_abs_logit_error": self.worst_abs,
-            "mean_kl": self.mean_kl,
-            "worst_kl": float(self.kl.max()),
+            "max_abs_logit_error": _number(self.worst_abs),
+            "mean_kl": _number(self.mean_kl),
+            "worst_kl": _number(float(self.kl.max())),
             "top1": self.top1_rate,
-            "one_pass_against_steps_max_abs": self.prefill_max_abs,
+            "one_pass_against_steps_max_abs": _number(self.prefill_max_abs),
             "greedy_tokens": self.greedy_tokens,
             "greedy_equal": self.greedy_equal,
             "gate": {
@@ -104,7 +104,10 @@ class ParityReport:
                 "greedy": gate.greedy,
                 "layer": gate.layer,
             },
-            "layers": [{"layer": e.layer, "median": e.median, "largest": e.largest} for e in self.layers],
+            "layers": [
+                {"layer": e.layer, "median": _number(e.median), "largest": _number(e.largest)}
+                for e in self.layers
+            ],
             "first_diverging_layer": self.first_diverging_layer,
             "load_rss_bytes": self.load_rss_bytes,
             "total_bytes": self.total_bytes,
@@ -158,13 +161,16 @@ def verify(
     report.total_bytes = bundle.total_bytes
     report.load_rss_bytes = getattr(opened, "load_rss_bytes", None)
     report.failures = _failures(report)
+    if len(report.kl) < MIN_POSITIONS:
+        report.notes.append(f"only {len(report.kl)} positions were compared; a gate wants {MIN_POSITIONS}")
     if (layers or report.failures) and isinstance(opened, FullRuntime):
         report.layers = layer_errors(opened, golden, progress)
         layer = report.first_diverging_layer
         if report.failures and layer is not None:
             name = "the embedding" if layer == 0 else f"layer {layer - 1}"
             report.failures.append(
-                f"the first hidden state out of tolerance is that of {name} (relative error {report.layers[layer].median:.2g})"
+                f"the first hidden state out of tolerance is that of {name} (relative error "
+                f"{report.layers[layer].median:.2g})"
             )
     return report
 
@@ -177,9 +183,8 @@ def layer_errors(runtime: FullRuntime, golden: GoldenRecord, progress: Progress 
         states, _ = runtime.hidden_states(prompt.ids)
         span = slice(start, start + len(prompt.ids))
         difference = project(states, golden.projection).astype(np.float64) - golden.hidden_projection[:, span]
-        found.append(
-            np.linalg.norm(difference, axis=-1) / np.linalg.norm(golden.hidden_projection[:, span], axis=-1)
-        )
+        # The projection keeps squared norms on average, so the recorded norm itself is the better divisor.
+        found.append(np.linalg.norm(difference, axis=-1) / np.maximum(golden.hidden_norm[:, span], 1e-30))
     progress("layers", len(golden.prompts), len(golden.prompts))
     errors = np.concatenate(found, axis=1)
     return [LayerError(n, float(np.median(row)), float(row.max())) for n, row in enumerate(errors)]
@@ -197,21 +202,21 @@ def compare_with_record(golden: GoldenRecord, position: int, logits: np.ndarray)
     p, q = np.exp(log_p), np.exp(log_q)
     rest_p, rest_q = max(1 - p.sum(), 0.0), max(1 - q.sum(), 1e-300)
     kl = float((p * (log_p - log_q)).sum()) + (rest_p * np.log(rest_p / rest_q) if rest_p > 1e-12 else 0.0)
-    errors = [np.abs(logits[ids] - golden.top_logits[position]).max()]
-    errors.append(np.abs(logits[golden.sampled_ids] - golden.sampled_logits[position]).max())
+    recorded = np.concatenate([golden.top_logits[position], golden.sampled_logits[position]])
+    error = float(np.abs(logits[np.concatenate([ids, golden.sampled_ids])] - recorded).max())
     best = int(np.argmax(logits))
     agrees = best == ids[0] or bool((ids == best).any() and reference[0] - reference[ids == best][0] <= TIE)
-    return max(kl, 0.0), float(max(errors)), agrees
+    return kl if np.isnan(kl) else max(kl, 0.0), error, agrees
 
 
 def compare_in_full(reference: np.ndarray, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """KL, largest absolute error and top-1 agreement per position of logits [tokens, V]."""
-    log_p = reference - logsumexp(reference)[:, None]
-    log_q = logits - logsumexp(logits)[:, None]
-    kl = (np.exp(log_p) * (log_p - log_q)).sum(axis=1)
+    kl = np.empty(len(reference))
+    for row, (p, q) in enumerate(zip(reference, logits, strict=True)):
+        log_p, log_q = p - logsumexp(p), q - logsumexp(q)
+        kl[row] = (np.exp(log_p) * (log_p - log_q)).sum()
     error = np.abs(logits - reference).max(axis=1)
-    best = logits.argmax(axis=1)
-    chosen = np.take_along_axis(reference, best[:, None], axis=1)[:, 0]
+    chosen = np.take_along_axis(reference, logits.argmax(axis=1)[:, None], axis=1)[:, 0]
     return np.maximum(kl, 0.0), error, reference.max(axis=1) - chosen <= TIE
 
 
@@ -288,7 +293,8 @@ def open_reference(bundle: Bundle, source: Path) -> FullRuntime:
     """The training-time model of `source`; raises `InputError` where it is not what the bundle was made from."""
     from pit_deploy.bundle import sha256
     from pit_deploy.checkpoint import open_checkpoint
-    from pit_deploy.runtimes.torch import open_plain, open_training
+    from pit_deploy.folding import load_folded
+    from pit_deploy.runtimes.torch import open_folded, open_plain, open_training
 
     checkpoint = open_checkpoint(source)
     for entry in bundle.manifest.source.files:
@@ -297,8 +303,11 @@ def open_reference(bundle: Bundle, source: Path) -> FullRuntime:
             raise InputError(
                 f"{source} is not the checkpoint that this bundle was exported from: {entry.name} differs."
             )
-    opened: FullRuntime = open_training(checkpoint) if checkpoint.kind == "pit" else open_plain(checkpoint)
-    return opened
+    if checkpoint.kind == "pit":
+        return open_training(checkpoint)
+    if checkpoint.layout == "shared":  # made from a folded checkpoint, which transformers cannot open
+        return open_folded(load_folded(checkpoint), tokenizer_length=checkpoint.tokenizer_length())
+    return open_plain(checkpoint)
 
 
 def _report(
@@ -348,14 +357,16 @@ def _failures(report: ParityReport) -> list[str]:
         failures.append("some logits are not finite")
     if gate.max_abs is not None and not report.worst_abs <= gate.max_abs:
         failures.append(f"max abs logit error {report.worst_abs:.3g} is above {gate.max_abs:g}")
+    if gate.max_abs is not None and not report.prefill_max_abs <= gate.max_abs:
+        failures.append(
+            f"one pass and step by step differ by {report.prefill_max_abs:.3g}, above {gate.max_abs:g}"
+        )
     if not report.mean_kl <= gate.mean_kl:
         failures.append(f"mean KL {report.mean_kl:.3g} is above {gate.mean_kl:g}")
     if not report.top1_rate >= gate.top1:
         failures.append(f"top-1 agreement {report.top1_rate:.2%} is below {gate.top1:.1%}")
     if gate.greedy and report.greedy_equal < report.greedy_tokens:
         failures.append(f"greedy decoding differs at token {report.greedy_equal} of {report.greedy_tokens}")
-    if len(report.kl) < 256:
-        report.notes.append(f"only {len(report.kl)} positions were compared; a gate wants 256")
     return failures
 
 
@@ -370,7 +381,8 @@ def _check_record(bundle: Bundle, golden: GoldenRecord) -> None:
     if longest > bundle.manifest.context_length or golden.vocab_size != bundle.manifest.vocab_size:
         raise InputError(
             f"{bundle.path}: the golden record (longest prompt {longest}, vocabulary {golden.vocab_size}) does not "
-            f"belong to this artifact (context {bundle.manifest.context_length}, vocabulary {bundle.manifest.vocab_size})."
+            f"belong to this artifact (context {bundle.manifest.context_length}, vocabulary "
+            f"{bundle.manifest.vocab_size})."
         )
 
 
@@ -378,5 +390,10 @@ def _difference(a: np.ndarray, b: np.ndarray, tokens: int) -> float:
     return float(np.abs(a[:tokens] - b[:tokens]).max())
 
 
-def _rounded(values: np.ndarray) -> list[float]:
-    return [float(f"{v:.4g}") for v in values]
+def _rounded(values: np.ndarray) -> list[float | None]:
+    return [_number(float(f"{v:.4g}")) for v in values]
+
+
+def _number(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if np.isfinite(value) else None

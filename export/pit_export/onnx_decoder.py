@@ -10,12 +10,11 @@ import onnx_ir as ir
 from pit_deploy.architecture import DecoderConfig
 from pit_deploy.folding import SharedTable, Tables
 from pit_deploy.quantize.plan import QuantizationPlan
+from pit_deploy.runtimes.onnxruntime import LAST_POSITION
 from pit_export.backbone import Backbone
 from pit_export.onnx_graph import GraphBuilder
 from pit_export.onnx_operators import Encoded, Operators, Table, stack_rows
 
-LAST_POSITION = "last_position"
-"""The node that keeps the last position; a graph without it gives the logits of all."""
 EMBEDDING = "model.embed_tokens.weight"
 MASKED_LOGIT = -1e9
 """Added to the logits of ids without a token; finite, and below what any temperature brings back."""
@@ -50,9 +49,8 @@ class DecoderGraph:
         embedding, head = self._tables(tables)
         x = embedding(ids, names[0])
         presents: list[ir.Value] = []
-        n = self.operators.norm(
-            x, self._gain("model.layers.0.input_layernorm"), "model.layers.0.input_layernorm"
-        )
+        first = "model.layers.0.input_layernorm"
+        n = self.operators.norm(x, self._gain(first), first)
         for layer in range(layers):
             prefix = f"model.layers.{layer}"
             y, key, value = self._attention(layer, n, pasts[layer])
@@ -87,9 +85,8 @@ class DecoderGraph:
         plain = tables.head_map is None and tables.embedding_map is None
         name = EMBEDDING if plain else "pit.table"
         table = operators.table(self._table(tables.table, name), name)
-        return _mapped_rows(graph, table, tables.embedding_map), _mapped_product(
-            graph, table, tables.head_map
-        )
+        embed = _mapped_rows(graph, table, tables.embedding_map)
+        return embed, _mapped_product(graph, table, tables.head_map)
 
     def _table(self, table: np.ndarray, name: str) -> Encoded:
         return self._plan.encode(name, table, "tables")
@@ -161,7 +158,7 @@ def _mapped_rows(graph: GraphBuilder, table: Table, embedding_map: np.ndarray | 
     stored = graph.weight("pit.embedding_map", embedding_map.astype(np.float32))
 
     def embed(ids: ir.Value, output: str) -> ir.Value:
-        rows = table.rows(ids, "pit.table.rows")
+        rows = table.rows(ids, "pit.embedding_map.input")
         return graph.op("MatMul", [rows, stored], "pit.embedding_map.product", output=output)
 
     return embed

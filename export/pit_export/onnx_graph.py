@@ -28,6 +28,7 @@ class GraphBuilder:
         self._outputs: list[ir.Value] = []
         self._nodes: list[ir.Node] = []
         self._initializers: dict[str, ir.Value] = {}
+        self._names: set[str] = set()
 
     def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
         """An input of the graph; a string in `shape` names a free dimension."""
@@ -64,6 +65,9 @@ class GraphBuilder:
         **attributes: Any,
     ) -> list[ir.Value]:
         """Add a node with several named outputs; an empty name leaves an optional one out."""
+        taken = self._names & set(outputs)
+        assert not taken, f"the node {name} would give {sorted(taken)} a second meaning"
+        self._names.update(output for output in outputs if output)
         values = [ir.Value(name=output) for output in outputs]
         self._nodes.append(ir.node(op_type, inputs, attributes, domain=domain, outputs=values, name=name))
         return values
@@ -109,8 +113,13 @@ class GraphBuilder:
         return self.op("Slice", [x, *bounds], output)
 
     def constant(self, name: str, array: np.ndarray) -> ir.Value:
-        """A small initializer that several nodes share: made at the first call, found again by its name."""
-        return self.find(name) or self.weight(name, array)
+        """An initializer that several nodes share: made at the first call, found again by its name.
+
+        Always inline: shapes are inferred from some of these, and inference doesn't read the data file.
+        """
+        return self.find(name) or self.initializer(
+            name, array, ir.DataType.from_numpy(array.dtype), array.shape
+        )
 
     def find(self, name: str) -> ir.Value | None:
         """The initializer of this name, where it was made."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pit_deploy.errors import InputError
+from pit_deploy.errors import InputError, PitDeployError
 from pit_deploy.export_options import ExportOptions
 from pit_deploy.folding import SharedTable, separate, with_tables
 from pit_deploy.quantize import QuantizedTensor
@@ -19,6 +19,7 @@ from pit_deploy.quantize.plan import QuantizationPlan
 from pit_deploy.runtimes.onnxruntime import external_tensors
 from pit_export.backbone import check_backbone
 from pit_export.onnx import OnnxExporter
+from pit_export.onnx_weights import check_model_file
 
 PROFILES = ["default", "standard"]
 ROPE = dict(max_position_embeddings=96, tie_word_embeddings=True)
@@ -126,13 +127,19 @@ PADDED = dict(hidden_size=72, head_dim=16, intermediate_size=104)
 
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
-    "weights, tables", [("int8", "int8"), ("int4", "int4"), ("int8", "int4"), ("fp16", "fp16")]
+    ("weights", "tables", "symmetric"),
+    [
+        ("int8", "int8", True),
+        ("int8", "int8", False),
+        ("int4", "int4", True),
+        ("int4", "int4", False),
+        ("int8", "int4", False),
+        ("fp32", "int4", True),
+        ("fp16", "fp16", True),
+    ],
 )
 def test_codes_reach_the_runtime_unchanged(tiny, export, weights, tables, symmetric, tied, profile):
-    if weights == "fp16" and not symmetric:
-        pytest.skip("float16 has no zero points")
     model = tiny("llama", tie_word_embeddings=tied, **PADDED)
     plan = QuantizationPlan(weights, tables, 32, symmetric)
     exported = export(model, plan=plan, profile=profile, exporter=OnnxExporter(accuracy_level=0))
@@ -140,7 +147,9 @@ def test_codes_reach_the_runtime_unchanged(tiny, export, weights, tables, symmet
     np.testing.assert_allclose(exported.runtime().all_logits(model.ids), expected, atol=1e-4)
     quantized = {error["name"] for error in plan.errors}
     matrices = {name for name, shape in model.config().backbone_shapes().items() if len(shape) == 2}
-    assert not quantized or matrices <= quantized  # each by its own name, though q, k and v are stored as one
+    assert (
+        weights.startswith("fp") or matrices <= quantized
+    )  # each by its own name, though q, k and v are stored as one
 
 
 def test_int8_activations_cost_little(tiny, export):
@@ -157,7 +166,7 @@ def test_int8_activations_cost_little(tiny, export):
     }
     logits = model.reference()[1]
     error = exported.runtime().all_logits(model.ids) - logits
-    assert 1e-4 < np.sqrt((error**2).mean()) < 0.03 * logits.std()
+    assert 1e-4 < np.sqrt((error**2).mean()) < 0.08 * logits.std()
 
 
 class MixedPlan(QuantizationPlan):
@@ -212,6 +221,22 @@ def test_maps_of_a_shared_table(tiny, export, maps, profile):
     logits = [export(model, m, profile=profile).runtime().all_logits(model.ids) for m in (shared, untied)]
     assert np.abs(logits[0] - model.reference()[1]).max() > 0.1  # the maps do something
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_maps_of_a_quantised_table_with_padded_rows(tiny, export, bits, profile):
+    model = tiny("llama", tie_word_embeddings=True, **PADDED)
+    rng, folded = np.random.default_rng(0), model.folded("shared")
+    maps = [np.eye(72) + 0.1 * rng.standard_normal((72, 72)) for _ in range(2)]
+    stored = QuantizationPlan("fp32", f"int{bits}").encode("table", folded.tables.table, "tables")
+    expected = with_tables(folded, separate(SharedTable(stored.dequantize(), *maps)), "maps")
+    shared = with_tables(folded, SharedTable(folded.tables.table, *maps), "maps")
+    plan, exporter = QuantizationPlan("fp32", f"int{bits}"), OnnxExporter(accuracy_level=0)
+    found = export(model, shared, plan=plan, profile=profile, exporter=exporter).runtime()
+    np.testing.assert_allclose(
+        found.all_logits(model.ids), export(model, expected).runtime().all_logits(model.ids), atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -378,3 +403,31 @@ def test_the_interface_is_described(tiny, export):
     assert len(artifact.states) == 4
     assert artifact.hidden_states == ["hidden_states.0", "hidden_states.1", "hidden_states.2"]
     assert artifact.precision["activations"] == "fp32" and artifact.precision["block_size"] is None
+
+
+@pytest.mark.parametrize(
+    ("harm", "match"),
+    [
+        (
+            lambda folder: (folder / "model.onnx_data").write_bytes(b""),
+            r"bytes at 0 of model.onnx_data, which has 0",
+        ),
+        (lambda folder: change_graph(folder, lambda g: g.node[0].input.append("nowhere")), "not valid ONNX"),
+        (
+            lambda folder: change_graph(folder, lambda g: g.initializer[0].dims.append(3)),
+            "its type and shape make",
+        ),
+    ],
+)
+def test_a_written_model_is_read_back(tiny, export, harm, match):
+    exported = export(tiny("llama", tie_word_embeddings=True))
+    check_model_file(exported.directory / "model.onnx")
+    harm(exported.directory)
+    with pytest.raises(PitDeployError, match=match):
+        check_model_file(exported.directory / "model.onnx")
+
+
+def change_graph(folder, change):
+    model = onnx.load(folder / "model.onnx", load_external_data=False)
+    change(model.graph)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())

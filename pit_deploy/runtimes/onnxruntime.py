@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import onnx
 
 LAST_POSITION = "last_position"
-"""The node of an exported graph that keeps the last position alone."""
+"""The node of an exported graph that keeps the last position; without it the logits are those of all."""
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -121,11 +122,19 @@ class OnnxRuntime:
         except (
             Exception
         ) as error:  # ONNX Runtime raises a class for each status, with only Exception above them
-            reason = " ".join(str(error).split())[:400]
+            reason = _reason(error)
             raise InputError(
                 f"ONNX Runtime {onnxruntime.__version__} cannot open {self.model_path}: {reason}; if its "
                 f"files are whole (pit-deploy verify), a newer ONNX Runtime may be needed."
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What ONNX Runtime says, without its status codes and the place in its source."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from \S+ failed:)?", "", text)
+    text = re.sub(r"/onnxruntime_src/\S+:\d+ .*?\) (?=[A-Z])", "", text)
+    return text[:300].rstrip(". ")
 
 
 def probe_model(model_path: Path, hidden_states: Sequence[str]) -> bytes:

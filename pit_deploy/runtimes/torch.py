@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from transformers import DynamicCache, PreTrainedModel
 
 from pit_deploy.checkpoint import Checkpoint
+from pit_deploy.errors import InputError
 from pit_deploy.folding import FoldedModel, SharedTable, UntiedTables
-from pit_deploy.model import PITForCausalLM, build_backbone, quiet
+from pit_deploy.model import PITForCausalLM, build_backbone, embedding_scale, quiet
 from pit_deploy.runtimes.base import check_room
 
 
@@ -48,11 +49,10 @@ class TorchRuntime:
         return 0 if self._cache is None else int(self._cache.get_seq_length())
 
     @property
-    def decoder(self) -> nn.Module:
-        """The stack of layers with `layers` and `norm`."""
-        if isinstance(self.model, PITForCausalLM):
-            return self.model.decoder
-        return getattr(self.model, self.model.base_model_prefix)
+    def decoder(self) -> Any:
+        """The stack of layers, with `layers` and `norm`."""
+        model = self.model
+        return model.decoder if isinstance(model, PITForCausalLM) else getattr(model, model.base_model_prefix)
 
     def reset(self) -> None:
         self._cache = None
@@ -93,7 +93,7 @@ class TorchRuntime:
         norm = self.decoder.norm
         with _before(norm, lambda x: found.append(x[0].double())):
             logits = self._forward(ids, use_cache=False)
-        eps = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", 1e-6)
+        eps: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
         x = found[0]
         return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)).numpy(), logits
 
@@ -126,9 +126,27 @@ def open_training(
 
 
 def open_plain(checkpoint: Checkpoint, *, context_length: int | None = None) -> TorchRuntime:
-    """A plain checkpoint as transformers runs it, in float32."""
-    with quiet():
-        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=torch.float32)
+    """A plain checkpoint as transformers runs it, in float32.
+
+    Raises `InputError` where transformers cannot load it, or would make up a tensor that the files lack.
+    """
+    try:
+        with quiet():
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                checkpoint.path, dtype=torch.float32, output_loading_info=True
+            )
+    except (ValueError, OSError, RuntimeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{checkpoint.path}: transformers cannot load this checkpoint: {reason[:300]}"
+        ) from error
+    model, info = loaded
+    missing = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if missing:
+        raise InputError(
+            f"{checkpoint.path} does not fit its config: missing or of another shape: {', '.join(missing[:8])}"
+            f"{f' and {len(missing) - 8} more' if len(missing) > 8 else ''}."
+        )
     return TorchRuntime(
         model, name="transformers", context_length=context_length, tokenizer_length=_tokens(checkpoint)
     )
@@ -139,12 +157,9 @@ def open_folded(
 ) -> TorchRuntime:
     """A folded model of either layout, in float32 PyTorch."""
     backbone = build_backbone(model.config, model.vocab_size, torch.float32)
-    scale = getattr(backbone.get_input_embeddings(), "embed_scale", None)
-    _exchange_tables(backbone, model.tables, scale)
-    with torch.no_grad():
-        for name, parameter in backbone.named_parameters():
-            if not name.startswith("tables."):
-                parameter.copy_(torch.from_numpy(model.read(name)))
+    _exchange_tables(backbone, model.tables, embedding_scale(backbone))
+    values = {name: torch.from_numpy(model.read(name)) for name in backbone.state_dict()}
+    backbone.load_state_dict(values, assign=True)
     return TorchRuntime(
         backbone, name="folded", context_length=context_length, tokenizer_length=tokenizer_length
     )
