@@ -38,7 +38,7 @@ _PLACES = {
     "write_sample": "sample",
 }
 
-__all__ = sorted(_PLACES)  # noqa: PLE0605 (the names are the keys above)
+__all__ = sorted(_PLACES)
 
 
 def __getattr__(name: str) -> Any:

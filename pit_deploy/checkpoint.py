@@ -340,7 +340,8 @@ def write_safetensors(
         tensor = tensor.contiguous()
         if pending and size + tensor.nbytes > shard_bytes:
             flush()
-        shared = any(tensor.data_ptr() == other.data_ptr() for other in pending.values() if tensor.nbytes)
+        place = tensor.untyped_storage().data_ptr()
+        shared = any(place == other.untyped_storage().data_ptr() for other in pending.values())
         pending[name] = tensor.clone() if shared else tensor
         size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()

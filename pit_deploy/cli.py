@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -328,6 +329,7 @@ def main() -> NoReturn:
     arguments = _with_json_default(sys.argv[1:])
     debug = "--debug" in arguments
     signal.signal(signal.SIGTERM, _interrupt)
+    os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' own bars; pit-deploy draws one of its own
     try:
         status = app(args=arguments, prog_name="pit-deploy", standalone_mode=False)
     except PitDeployError as error:

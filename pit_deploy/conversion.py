@@ -331,11 +331,13 @@ def _measure(
     checkpoint: Checkpoint, written: Path, report: ConversionReport, *, check: bool, progress: Progress
 ) -> None:
     """delta_TI of the result, and loss and logits of both models on the calibration text."""
+    import torch
+
     from pit_deploy.model import PITForCausalLM
     from pit_deploy.runtimes.torch import TorchRuntime, open_plain
 
     opened = open_checkpoint(written)
-    converted = PITForCausalLM.from_pretrained(opened)
+    converted = PITForCausalLM.from_pretrained(opened, dtype=torch.float32)
     for note in opened.notes:
         checkpoint.note(note)
     report.interface_error = converted.pit.interface_error()
@@ -347,7 +349,8 @@ def _measure(
     from pit_deploy.quantize.calibration import calibration_text
 
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
-    runtime = TorchRuntime(converted.float(), name="pit")
+    tokens = checkpoint.tokenizer_length()
+    runtime = TorchRuntime(converted, name="pit", tokenizer_length=tokens)
     ids = tokenizer.encode(calibration_text()).ids[: min(CHECK_TOKENS, runtime.context_length)]
     if not ids:
         checkpoint.note(

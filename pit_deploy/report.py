@@ -355,16 +355,13 @@ def _sizes(rows: Sequence[BundleRow], parts: Sequence[Mapping[str, int]]) -> Plo
 
 def _commands(conversion: ConversionReport, exports: Sequence[ExportReport]) -> list[tuple[str, str]]:
     smallest = shlex.quote(min(exports, key=lambda e: e.total_bytes).out)
-    everything = " ".join(shlex.quote(e.out) for e in exports)
     pit = shlex.quote(conversion.out)
     return [
         ("Ask something else.", f'pit-deploy run {smallest} --chat --prompt "..."'),
-        ("Measure speed and memory here.", f"pit-deploy bench {everything}"),
         (
             "Compare with the checkpoint itself.",
             f"pit-deploy verify {smallest} --source {pit} --html parity.html",
         ),
-        ("Train it further on your text.", f"pit-deploy train {pit} trained --text FILE"),
     ]
 
 

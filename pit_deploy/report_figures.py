@@ -183,8 +183,13 @@ def inline_svg(draw: Callable[[Axes], None], *, name: str, label: str, height: f
     # The style element would hold for the whole page, and ids for groups would be there twice.
     text = re.sub(r"<(style|metadata)\b.*?</\1>|<!--.*?-->", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*"', "<g", text)
-    # A marker's own path has the style that each of its uses repeats.
-    text = re.sub(r'(<use [^>]*?) style="[^"]*"', r"\1", text)
+    # A marker's path may carry the style that each of its uses repeats; where it carries none, the uses must.
+    styled = set(re.findall(r'<path id="([^"]+)"[^>]*style=', text))
+    text = re.sub(
+        r'(<use xlink:href="#([^"]+)"[^>]*?) style="[^"]*"',
+        lambda use: use.group(1) if use.group(2) in styled else use.group(0),
+        text,
+    )
     text = re.sub(r"font-family: [^;\"]*(; )?", "", text)
     text = re.sub(r"(\d\.\d\d)\d+", r"\1", text)
     text = re.sub(r"\n\s*", "\n", text)

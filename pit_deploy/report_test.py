@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -285,7 +286,6 @@ def test_a_demo_report(tmp_path: Path) -> None:
         assert words in page.text
     assert "final norm gain, bridge, transform" in page.text and "2.1 MB" in page.text
     assert "pit-deploy run /b/onnx-int8 --chat" in page.text
-    assert "pit-deploy bench /b/onnx-fp32 /b/onnx-int8" in page.text
 
 
 def test_a_demo_report_with_a_failure_and_one_without_a_check(tmp_path: Path) -> None:
@@ -410,3 +410,14 @@ def test_the_style_of_the_process_is_left_alone(tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     write_parity_report(parity(), tmp_path / "r.html")
     assert dict(matplotlib.rcParams) == before
+
+
+def test_every_marker_has_a_colour_of_the_page(tmp_path: Path) -> None:
+    """A marker without a style is black, and unseen on a dark page."""
+    write_parity_report(parity(), tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    styled = set(re.findall(r'<path id="([^"]+)"[^>]*style="[^"]*var\(--', page))
+    uses = re.findall(r'<use xlink:href="#([^"]+)"[^>]*>', page)
+    assert len(uses) > 100
+    for whole in re.finditer(r'<use xlink:href="#([^"]+)"[^>]*>', page):
+        assert whole.group(1) in styled or "var(--" in whole.group(0), whole.group(0)

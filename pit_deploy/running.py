@@ -9,7 +9,7 @@ from typing import Any
 
 from pit_deploy.bundle import Bundle
 from pit_deploy.chat import render_directory
-from pit_deploy.errors import InputError
+from pit_deploy.errors import ContextFullError, InputError
 from pit_deploy.generate import Generation, TextStream, generate
 from pit_deploy.runtimes import Runtime, open_runtime
 from pit_deploy.sampling import SamplingOptions
@@ -61,15 +61,15 @@ def run(
     anything runs.
     """
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
-    options = SamplingOptions.from_generation_config(bundle.generation_config, seed=seed)
-    given = dict(
+    given: dict[str, Any] = dict(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
-    options = replace(options, **{k: v for k, v in given.items() if v is not None})
+    options = replace(
+        SamplingOptions.from_generation_config(bundle.generation_config, seed=seed),
+        **{name: value for name, value in given.items() if value is not None},
+    )
     ids = encode_prompt(bundle, prompt, chat=chat)
     if len(ids) > bundle.manifest.context_length:
-        from pit_deploy.errors import ContextFullError
-
         raise ContextFullError(0, len(ids), bundle.manifest.context_length)
     opened = runtime or open_runtime(bundle, threads=threads)
     text = TextStream(bundle.tokenizer)

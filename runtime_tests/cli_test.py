@@ -120,7 +120,7 @@ def test_folded_checkpoints_export_with_a_golden_source(call: Call, made: Path, 
         assert "--golden" in err
         options = ("--weights", "fp32", "--golden", made / "pit")
         assert call("export", tmp_path / layout, tmp_path / f"{layout}-bundle", *options)[0] == 0
-        status, out, _ = call("verify", tmp_path / f"{layout}-bundle", "--json")
+        status, _, _ = call("verify", tmp_path / f"{layout}-bundle")
         assert status == 0
         assert Bundle.open(tmp_path / f"{layout}-bundle").manifest.layout == layout
     status, _, err = call("fold", tmp_path / "untied", tmp_path / "again")

@@ -30,7 +30,8 @@ class HuggingFaceExporter:
                 raise InputError(f"{name} {value} cannot be written with --to hf; choose fp32 or fp16.")
         if options.weights != options.tables:
             raise InputError(
-                f"--weights {options.weights} and --tables {options.tables} differ; a Hugging Face directory has one dtype."
+                f"--weights {options.weights} and --tables {options.tables} differ; a Hugging Face directory "
+                f"has one dtype."
             )
 
     def write(
@@ -46,5 +47,13 @@ class HuggingFaceExporter:
         write_folded_into(model, directory, dtype=_DTYPES[plan.weights], progress=progress)
         return Artifact("transformers", options.profile or "default", "config.json", [], [], [], [], {})
 
-    def finish(self, directory: Path, config: DecoderConfig, *, context_length: int, bos_id: int | None, end_ids: list[int]) -> None:
+    def finish(
+        self,
+        directory: Path,
+        config: DecoderConfig,
+        *,
+        context_length: int,
+        bos_id: int | None,
+        end_ids: list[int],
+    ) -> None:
         """Nothing: a checkpoint needs no more."""

@@ -133,7 +133,10 @@ def open_plain(checkpoint: Checkpoint, *, context_length: int | None = None) -> 
     try:
         with quiet():
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                checkpoint.path, dtype=torch.float32, output_loading_info=True
+                checkpoint.path,
+                dtype=torch.float32,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, with their names
             )
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())
