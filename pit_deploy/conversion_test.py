@@ -36,7 +36,9 @@ def _tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_tied_source_keeps_its_function(tiny_checkpoint: Write, tmp_path: Path, family: str, dtype: str) -> None:
+def test_a_tied_source_keeps_its_function(
+    tiny_checkpoint: Write, tmp_path: Path, family: str, dtype: str
+) -> None:
     source = tiny_checkpoint(family, dtype=dtype)
     report = convert(source, tmp_path / "pit")
     model = PITForCausalLM.from_pretrained(tmp_path / "pit", dtype=torch.float32)
@@ -74,7 +76,9 @@ def test_an_untied_source_is_joined_by_least_squares(tiny_checkpoint: Write, tmp
     head = tensors["lm_head.weight"].double().numpy()
     dual = np.linalg.pinv(head).T  # Z T⁻¹
     bridge, squares, *_ = np.linalg.lstsq(dual, embedding, rcond=None)
-    assert np.abs(_tensors(tmp_path / "pit")["pit.bridge"].numpy() - bridge).max() < 1e-5 * np.abs(bridge).max()
+    assert (
+        np.abs(_tensors(tmp_path / "pit")["pit.bridge"].numpy() - bridge).max() < 1e-5 * np.abs(bridge).max()
+    )
     residual = np.sqrt(squares.sum() / (embedding**2).sum())
     assert report.bridge_residual == pytest.approx(residual, rel=1e-6)
     assert report.lossy and report.loss is not None and report.loss_source is not None
@@ -165,7 +169,9 @@ def test_from_scratch(tiny_checkpoint: Write, tmp_path: Path, family: str) -> No
     convert(source, tmp_path / "pit", init="random", dtype="bfloat16", seed=1)
     assert torch.equal(torch.random.get_rng_state(), state)
     report = convert(source, tmp_path / "again", init="random", dtype="bfloat16", seed=1)
-    assert (tmp_path / "pit" / "model.safetensors").read_bytes() == (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert (tmp_path / "pit" / "model.safetensors").read_bytes() == (
+        tmp_path / "again" / "model.safetensors"
+    ).read_bytes()
     assert report.interface_error is not None and report.interface_error < 1e-5
     assert "the source has no weights: the backbone is random" in report.notes
     model = PITForCausalLM.from_pretrained(tmp_path / "pit")
@@ -209,8 +215,6 @@ def test_a_pit_model_trained_elsewhere(tiny_checkpoint: Write, tmp_path: Path) -
     with pytest.raises(InputError, match="the tensor absent is missing"):
         convert(source, tmp_path / "broken", memory_key="absent", cholesky_key="their.L")
     assert not (tmp_path / "broken").exists()
-
-
 
 
 @pytest.mark.parametrize(

@@ -137,10 +137,13 @@ def test_a_running_process_keeps_its_partial_output(tmp_path: Path) -> None:
 )
 def test_a_full_disk_is_one_sentence(tmp_path: Path, error: Exception) -> None:
     _write(tmp_path / "out", "old")
-    with pytest.raises(InputError, match=r"The disk is full: .*out.* MB were free"):
-        with atomic_output(tmp_path / "out", overwrite=True) as partial:
-            (partial / "a.txt").write_text("half")
-            raise error
+    sentence = r"The disk is full: .*out.* MB were free"
+    with (
+        pytest.raises(InputError, match=sentence),
+        atomic_output(tmp_path / "out", overwrite=True) as partial,
+    ):
+        (partial / "a.txt").write_text("half")
+        raise error
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "a.txt").read_text() == "old"
 

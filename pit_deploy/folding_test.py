@@ -73,7 +73,9 @@ def test_the_fold_is_the_training_time_forward_in_float64(
 
     model = fold_checkpoint(open_checkpoint(directory), "shared")
     tables = model.tables
-    assert isinstance(tables, SharedTable) and tables.head_map is not None and tables.embedding_map is not None
+    assert (
+        isinstance(tables, SharedTable) and tables.head_map is not None and tables.embedding_map is not None
+    )
     table = tables.table.astype(np.float64)
     scale = np.abs(embedding).max()
     assert np.abs(table @ tables.embedding_map - embedding).max() < 1e-10 * scale
@@ -155,11 +157,13 @@ def test_folding_twice_is_refused(pit: Write, tmp_path: Path, tiny_checkpoint: W
     directory = pit()
     for layout in ("untied", "shared"):
         fold(directory, tmp_path / layout, layout=layout)
-        with pytest.raises(InputError, match=rf"folded already \({layout}; transform, bridge, final_norm_gain\)"):
+        with pytest.raises(
+            InputError, match=rf"folded already \({layout}; transform, bridge, final_norm_gain\)"
+        ):
             fold(tmp_path / layout, tmp_path / "twice")
         with pytest.raises(InputError, match="is a folded checkpoint already"):
             convert(tmp_path / layout, tmp_path / "twice")
-    with pytest.raises(InputError, match="not a PIT checkpoint .*run pit-deploy convert first"):
+    with pytest.raises(InputError, match=r"not a PIT checkpoint .*run pit-deploy convert first"):
         fold(tiny_checkpoint(), tmp_path / "twice")
     assert not (tmp_path / "twice").exists()
 
@@ -202,7 +206,9 @@ def test_plain_checkpoints_as_they_are(tiny_checkpoint: Write, tmp_path: Path) -
     untied = open_checkpoint(tiny_checkpoint(name="untied", tied=False))
     assert load_folded(tied).layout == "shared"
     assert load_folded(untied).layout == "untied"
-    with pytest.raises(InputError, match="tie_word_embeddings false and the checkpoint has two different tables"):
+    with pytest.raises(
+        InputError, match="tie_word_embeddings false and the checkpoint has two different tables"
+    ):
         load_folded(untied, "shared")
     for checkpoint, layout in ((tied, "shared"), (tied, "untied"), (untied, "untied")):
         model = load_folded(checkpoint, layout)
@@ -224,11 +230,13 @@ def test_a_plain_checkpoint_that_lacks_a_tensor_is_not_made_up(tiny_checkpoint: 
     with pytest.raises(InputError, match=r"layers.0.mlp.up_proj.weight|model.norm.weight"):
         open_plain(open_checkpoint(source))
     model = load_folded(open_checkpoint(source))
-    with pytest.raises(InputError, match="the tensor model.layers.0.mlp.up_proj.weight is missing"):
+    with pytest.raises(InputError, match=r"the tensor model.layers.0.mlp.up_proj.weight is missing"):
         open_folded(model)
 
 
-def test_generation_config_through_convert_and_fold(pit: Write, tiny_checkpoint: Write, tmp_path: Path) -> None:
+def test_generation_config_through_convert_and_fold(
+    pit: Write, tiny_checkpoint: Write, tmp_path: Path
+) -> None:
     text = '{"eos_token_id": [256, 3], "suppress_tokens": [1], "custom": {"x": 1e-3}}\n'
     source = tiny_checkpoint(name="with_config")
     (source / "generation_config.json").write_text(text)
@@ -241,7 +249,9 @@ def test_generation_config_through_convert_and_fold(pit: Write, tiny_checkpoint:
 def test_reading_backbone_tensors(pit: Write) -> None:
     model: FoldedModel = fold_checkpoint(open_checkpoint(pit("qwen2", tied=True)), "untied")
     names = model.tensor_names()
-    assert names == sorted(names) and not [n for n in names if n.startswith("pit.") or "embed" in n or "lm_head" in n]
+    assert names == sorted(names) and not [
+        n for n in names if n.startswith("pit.") or "embed" in n or "lm_head" in n
+    ]
     assert model.read("model.norm.weight").dtype == np.float32
     assert model.vocab_size == 263 and model.config["tie_word_embeddings"] is False
     with pytest.raises(InputError, match="the tensor nothing is missing"):

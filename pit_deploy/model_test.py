@@ -44,7 +44,9 @@ def _logits(model: Any, ids: torch.Tensor = IDS, **options: Any) -> torch.Tensor
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bridge_conversion_keeps_the_logits_and_survives_the_disk(tiny: Make, tmp_path: Path, family: str) -> None:
+def test_bridge_conversion_keeps_the_logits_and_survives_the_disk(
+    tiny: Make, tmp_path: Path, family: str
+) -> None:
     expected = _logits(tiny(family))
     model = _wrap(tiny(family))
     found = _logits(model)
@@ -56,7 +58,9 @@ def test_bridge_conversion_keeps_the_logits_and_survives_the_disk(tiny: Make, tm
     state = model.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
     again.save_pretrained(tmp_path / "again")
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "pit" / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "pit" / "model.safetensors"
+    ).read_bytes()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,7 +146,10 @@ def test_saving_into_a_trainers_directory(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     model.save_pretrained(tmp_path, state_dict=model.state_dict(), safe_serialization=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "checkpoint-5", "config.json", "generation_config.json", "model.safetensors",
+        "checkpoint-5",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
     ]
     before = (tmp_path / "model.safetensors").read_bytes()
     with pytest.raises(KeyError):
@@ -161,7 +168,13 @@ def test_trainer_of_transformers(tiny: Make, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     model = _wrap(tiny("llama"), memory="frozen")
     arguments = transformers.TrainingArguments(
-        tmp_path, max_steps=1, save_steps=1, report_to=[], use_cpu=True, logging_strategy="no", disable_tqdm=True
+        tmp_path,
+        max_steps=1,
+        save_steps=1,
+        report_to=[],
+        use_cpu=True,
+        logging_strategy="no",
+        disable_tqdm=True,
     )
     data = [{"input_ids": IDS[0], "labels": IDS[0]}] * 8
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data)
@@ -198,9 +211,15 @@ def test_missing_and_unexpected_tensors_are_named_all_at_once(tiny: Make, tmp_pa
     tensors = load_file(file)
     del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
     save_file({**tensors, "surplus": torch.ones(1)}, file)
-    with pytest.raises(InputError, match=r"missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; unexpected: surplus"):
+    with pytest.raises(
+        InputError,
+        match=r"missing: model.layers.1.mlp.up_proj.weight, model.norm.weight; unexpected: surplus",
+    ):
         PITForCausalLM.from_pretrained(tmp_path)
-    tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(23), torch.ones(40, 24)
+    tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"] = (
+        torch.ones(23),
+        torch.ones(40, 24),
+    )
     save_file(tensors, file)
     with pytest.raises(InputError, match=r"model.norm.weight has shape \[23\], its config asks for \[24\]"):
         PITForCausalLM.from_pretrained(tmp_path)
@@ -211,7 +230,10 @@ def test_missing_and_unexpected_tensors_are_named_all_at_once(tiny: Make, tmp_pa
     [
         ({"drop": "pit.cholesky"}, "pit.cholesky are missing"),
         ({"drop": "pit.bridge"}, "pit.bridge are missing"),
-        ({"bridge": "none"}, "says pit.bridge none, which goes with no tensor, and the checkpoint has pit.bridge"),
+        (
+            {"bridge": "none"},
+            "says pit.bridge none, which goes with no tensor, and the checkpoint has pit.bridge",
+        ),
         ({"bridge": "oval"}, "pit.bridge is 'oval'; it must be none or scalar or matrix"),
         ({"memory": "liquid"}, "pit.memory is 'liquid'"),
         ({"version": 2}, "pit.version is 2 and this pit-deploy reads up to 1"),
@@ -248,7 +270,9 @@ def test_other_refusals(tiny_checkpoint: Callable[..., Path], tiny: Make, tmp_pa
         _wrap(tiny("llama")).resize_token_embeddings(300)
 
 
-def test_a_generation_config_that_transformers_would_not_write(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_generation_config_that_transformers_would_not_write(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     source = tiny_checkpoint()
     text = '{"do_sample": false, "temperature": 0.6, "eos_token_id": [1, 106], "top_p": 0.9,\n "our_field": [1]}\n'
     (source / "generation_config.json").write_text(text)

