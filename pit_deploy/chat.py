@@ -89,6 +89,14 @@ def chat_template(directory: Path | str) -> str:
     return value
 
 
+def has_chat_template(directory: Path | str) -> bool:
+    """Whether the directory has a template of its own, in either place."""
+    directory = Path(directory)
+    return (directory / "chat_template.jinja").is_file() or bool(
+        tokenizer_config(directory).get("chat_template")
+    )
+
+
 def special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     """The variables `bos_token`, `eos_token` and so on that templates read, from tokenizer_config.json."""
     texts = {name: token_text(value) for name, value in tokenizer_config.items() if name.endswith("_token")}

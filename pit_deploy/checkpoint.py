@@ -1,4 +1,4 @@
-"""Reading and writing checkpoints: Hugging Face directories, GGUF files, hub ids. Every input error is here.
+"""An opened checkpoint: Hugging Face directory, GGUF file or hub id, with everything checked that can be.
 
 Tensors are read one at a time, with their stored dtype (torch) or as float arrays (NumPy), and never through
 pickle. `open_checkpoint` checks everything that can be checked without reading weights.
@@ -6,7 +6,6 @@ pickle. `open_checkpoint` checks everything that can be checked without reading 
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,9 @@ import numpy as np
 from pit_deploy.architecture import FAMILIES, with_defaults
 from pit_deploy.errors import InputError
 from pit_deploy.extras import require
+from pit_deploy.json_files import read_json
+from pit_deploy.sources import download, write_gguf_as_hf
+from pit_deploy.weight_files import TensorInfo, read_index
 
 if TYPE_CHECKING:
     import torch
@@ -31,27 +33,8 @@ EMBEDDING_KEYS = (
     "model.decoder.embed_tokens.weight",
 )
 HEAD_KEYS = ("lm_head.weight", "embed_out.weight")
-DTYPES = ("float32", "float16", "bfloat16")
-SHARD_BYTES = 2_000_000_000
-"""A shard is held in memory while it is written."""
 OWN_VERSION = 1
 """The newest `pit` and `pit_fold` record that is read, and the one that is written."""
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where a tensor lies and what it is, known from the header alone."""
-
-    file: Path
-    dtype: str
-    """As safetensors spells it: F32, BF16, ..."""
-    shape: tuple[int, ...]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one number."""
-        bits = re.search(r"\d+", self.dtype)
-        return max(1, int(bits.group()) // 8) if bits else 1
 
 
 @dataclass
@@ -121,8 +104,7 @@ class Checkpoint:
 
     def read(self, name: str, dtype: Any = np.float32) -> np.ndarray:
         """The tensor as a NumPy array of `dtype`. bf16 and fp16 are widened exactly."""
-        import torch
-
+        torch = require("torch", "onnx")
         target = {np.dtype(np.float64): torch.float64, np.dtype(np.float32): torch.float32}[np.dtype(dtype)]
         return self.read_torch(name).to(target).numpy()
 
@@ -248,57 +230,10 @@ def open_checkpoint(source: str | Path, *, weights: bool = True) -> Checkpoint:
     except PermissionError as error:
         raise InputError(f"{error.filename or path} may not be read by this user.") from error
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
-        return _open_directory(_download(str(source)), str(source), weights=weights)
+        return _open_directory(download(str(source)), str(source), weights=weights)
     raise InputError(
         f"{source} does not exist; give a checkpoint directory, a GGUF file or a hub id owner/name."
     )
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises `InputError` with the place of the fault."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path} is missing.") from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text (byte {error.start}).") from error
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"{path} is not valid JSON: {error.msg} at line {error.lineno} column {error.colno}."
-        ) from error
-    except ValueError as error:  # a number of more digits than Python reads
-        raise InputError(f"{path} is not valid JSON: {error}.") from error
-    except IsADirectoryError:
-        raise InputError(f"{path} is a folder; a file is expected.") from None
-    except RecursionError:
-        raise InputError(f"{path} is nested too deeply to be a config.") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path} holds a JSON {type(value).__name__}; an object is expected.")
-    return value
-
-
-def read_json_if_there(path: Path) -> dict[str, Any]:
-    """As `read_json`, with an empty object for a missing file."""
-    return read_json(path) if path.exists() else {}
-
-
-def check_dtype(dtype: str | None) -> None:
-    """Raise `InputError` for a `--dtype` that is not written; None passes."""
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"--dtype {dtype} is not known; choose {', '.join(DTYPES)}.")
-
-
-def cast(name: str, tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """A float tensor in `dtype` (None: as it is). Raises `InputError` where that cannot hold a value."""
-    import torch
-
-    if dtype is None or not tensor.is_floating_point():
-        return tensor
-    result = tensor.to(getattr(torch, dtype))
-    if not bool(torch.isfinite(result).all()):
-        largest = float(tensor.abs().max())
-        raise InputError(f"{name} reaches {largest:.4g}, which is not a finite {dtype}; choose float32.")
-    return result
 
 
 def table_keys(names: Iterable[str]) -> tuple[str, str]:
@@ -309,54 +244,6 @@ def table_keys(names: Iterable[str]) -> tuple[str, str]:
         if any(name.startswith(prefix) for name in names):
             return key, HEAD_KEYS[key.startswith("gpt_neox.")]
     return EMBEDDING_KEYS[0], HEAD_KEYS[0]
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def write_safetensors(
-    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES
-) -> int:
-    """Write tensors to model.safetensors, or to shards with an index where they exceed `shard_bytes`.
-
-    At most one shard is held in memory. Tensors that share memory are written apart. Returns the bytes of the
-    tensors.
-    """
-    from safetensors.torch import save_file
-
-    shards: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
-    size = total = 0
-    directory.mkdir(exist_ok=True)
-
-    def flush() -> None:
-        nonlocal pending, size
-        save_file(pending, directory / f"shard-{len(shards)}.safetensors", metadata={"format": "pt"})
-        shards.append(list(pending))
-        pending, size = {}, 0
-
-    for name, tensor in tensors:
-        tensor = tensor.contiguous()
-        if pending and size + tensor.nbytes > shard_bytes:
-            flush()
-        place = tensor.untyped_storage().data_ptr()
-        shared = any(place == other.untyped_storage().data_ptr() for other in pending.values())
-        pending[name] = tensor.clone() if shared else tensor
-        size, total = size + tensor.nbytes, total + tensor.nbytes
-    flush()
-    if len(shards) == 1:
-        (directory / "shard-0.safetensors").rename(directory / "model.safetensors")
-        return total
-    places: dict[str, str] = {}
-    for number, names in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        (directory / f"shard-{number}.safetensors").rename(directory / file)
-        places.update(dict.fromkeys(names, file))
-    write_json(
-        directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places}
-    )
-    return total
 
 
 def _open_directory(path: Path, name: str, *, weights: bool = True) -> Checkpoint:
@@ -374,7 +261,7 @@ def _open_directory(path: Path, name: str, *, weights: bool = True) -> Checkpoin
             f"the float checkpoint they were made from."
         )
     _check_own_record(path, config)
-    checkpoint = Checkpoint(path, name, config, _index(path) if weights or _has_weights(path) else {})
+    checkpoint = Checkpoint(path, name, config, read_index(path) if weights or _has_weights(path) else {})
     if checkpoint.kind == "pit":
         _check_pit_tensors(checkpoint)
     if checkpoint.layout == "shared":
@@ -448,82 +335,6 @@ def _check_shapes(checkpoint: Checkpoint, table: str, maps: Iterable[str]) -> No
             )
 
 
-def _index(path: Path) -> dict[str, TensorInfo]:
-    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
-    if single.is_file():  # first, as in transformers, so that both read the same where both are there
-        tensors = _header(single)
-    elif index.is_file():
-        tensors = _shards(path, index)
-    else:
-        _refuse_pickle(path)
-        raise InputError(
-            f"{path} has no weights: model.safetensors or model.safetensors.index.json is expected."
-        )
-    if not tensors:
-        raise InputError(f"{path} has weight files without any tensor; fetch them again.")
-    return tensors
-
-
-def _shards(path: Path, index: Path) -> dict[str, TensorInfo]:
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(v, str) for v in places.values()):
-        raise InputError(f"{index}: weight_map is missing or not an object of file names.")
-    files = sorted(set(places.values()))
-    escaped = [f for f in files if Path(f).name != f or "\\" in f]
-    if escaped:
-        raise InputError(f"{index}: the shard '{escaped[0]}' is not a file of the same folder.")
-    missing = [f for f in files if not (path / f).is_file()]
-    if missing:
-        raise InputError(f"{index} names {len(missing)} shard(s) that are not there: {', '.join(missing)}.")
-    tensors = {k: v for f in files for k, v in _header(path / f).items()}
-    absent = sorted(set(places) - set(tensors))
-    if absent:
-        raise InputError(
-            f"{index} names tensors that no shard holds: {', '.join(absent[:5])} ({len(absent)})."
-        )
-    return tensors
-
-
-def _refuse_pickle(path: Path) -> None:
-    pickles = sorted(p.name for p in [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")])
-    if pickles:
-        raise InputError(
-            f"{path} holds its weights only as pickle ({', '.join(pickles[:3])}), which can run code when "
-            f'opened; convert it where you trust it: python -c "from transformers import '
-            f"AutoModelForCausalLM as M; M.from_pretrained('{path}').save_pretrained('{path}-safetensors')\""
-        )
-
-
-def _header(file: Path) -> dict[str, TensorInfo]:
-    """Names, dtypes and shapes; the library checks that the declared sizes are those of the file."""
-    import safetensors
-
-    try:
-        with safetensors.safe_open(file, framework="np") as opened:
-            slices = ((name, opened.get_slice(name)) for name in opened.keys())  # noqa: SIM118 (not a dict)
-            return {
-                name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices
-            }
-    except PermissionError:
-        raise
-    except (safetensors.SafetensorError, OSError) as error:
-        raise InputError(
-            f"{file} cannot be read as safetensors ({file.stat().st_size} bytes): {error}; it is damaged or "
-            f"was not downloaded whole, so fetch it again."
-        ) from error
-
-
-def _download(repo: str) -> Path:
-    hub = require("huggingface_hub", "onnx")
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "LICENSE*", "README.md"]
-    try:
-        return Path(hub.snapshot_download(repo, allow_patterns=patterns))
-    except Exception as error:  # the hub client raises many kinds: no network, no such repository, no right
-        raise InputError(
-            f"{repo} is not a local path and could not be fetched from the hub: {_one_line(error)}"
-        ) from error
-
-
 def _open_file(file: Path) -> Checkpoint:
     with file.open("rb") as stream:
         start = stream.read(4)
@@ -547,35 +358,6 @@ def _open_gguf(file: Path) -> Checkpoint:
         raise
     checkpoint._resources = resources
     return checkpoint
-
-
-def write_gguf_as_hf(file: Path, directory: Path) -> None:
-    """Write a GGUF file as a plain Hugging Face directory (dequantised), through transformers."""
-    from pit_deploy.model import quiet
-
-    transformers, torch = require("transformers", "onnx"), require("torch", "onnx")
-    require("gguf", "onnx")
-    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    try:
-        with quiet():
-            model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-    except Exception as error:  # a damaged file fails in many ways inside the reader
-        raise InputError(f"{file} cannot be read as GGUF: {_one_line(error)}") from error
-    # transformers refuses to save a model that it takes for quantised; these weights are plain floats now.
-    for holder in (model.config, model):
-        if hasattr(holder, "quantization_config"):
-            del holder.quantization_config
-    model.hf_quantizer = None
-    model.is_quantized = False
-    with quiet():
-        model.save_pretrained(directory)
-        tokenizer.save_pretrained(directory)
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def outlier_rows(table: np.ndarray, *, chunk: int = 16384) -> np.ndarray:

@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pit_deploy.checkpoint import cast, open_checkpoint, outlier_rows, read_json, write_safetensors
+from pit_deploy.checkpoint import open_checkpoint, outlier_rows
 from pit_deploy.errors import InputError
+from pit_deploy.json_files import read_json
+from pit_deploy.weight_files import cast, write_safetensors
 
 Write = Callable[..., Path]
 

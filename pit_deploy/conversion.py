@@ -14,16 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pit_deploy.checkpoint import (
-    Checkpoint,
-    cast,
-    check_dtype,
-    iterate_backbone,
-    open_checkpoint,
-    outlier_rows,
-    write_json,
-    write_safetensors,
-)
+from pit_deploy.checkpoint import Checkpoint, iterate_backbone, open_checkpoint, outlier_rows
 from pit_deploy.errors import InputError
 from pit_deploy.extras import require
 from pit_deploy.files import atomic_output, check_output, check_room
@@ -38,7 +29,9 @@ from pit_deploy.initialize import (
     random_orthonormal,
     scratch_scale,
 )
+from pit_deploy.json_files import write_json
 from pit_deploy.progress import Progress, silent
+from pit_deploy.weight_files import cast, check_dtype, write_safetensors
 
 INITS = ("polar", "random")
 CHECK_TOKENS = 256
@@ -102,6 +95,8 @@ def convert(
 
     The result is loaded again before it gets its name. Raises `InputError` and leaves what was there.
     """
+    require("torch", "onnx")
+    require("transformers", "onnx")
     _check_options(init, memory, dtype, memory_key, cholesky_key)
     check_output(out, overwrite=overwrite, source=source)
     checkpoint = open_checkpoint(source, weights=init != "random")

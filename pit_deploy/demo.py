@@ -65,9 +65,10 @@ def demo(
     from pit_deploy.architecture import DecoderConfig
     from pit_deploy.checkpoint import open_checkpoint
     from pit_deploy.export_options import ExportOptions
-    from pit_deploy.exporting import calibrate, export
+    from pit_deploy.exporting import export
     from pit_deploy.folding import fold
     from pit_deploy.parity import verify
+    from pit_deploy.reference import calibrate
     from pit_deploy.report import require_report_packages, write_demo_report
     from pit_deploy.running import run
     from pit_deploy.sample import write_sample

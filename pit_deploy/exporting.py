@@ -6,48 +6,25 @@ The steps and their order are here; what a runtime's file looks like is the expo
 
 from __future__ import annotations
 
-import re
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from pit_deploy.architecture import DecoderConfig
-from pit_deploy.bundle import carry_files, load_tokenizer, sha256, tokenizer_checks, write_manifest
-from pit_deploy.chat import render_directory, special_tokens
-from pit_deploy.checkpoint import Checkpoint, open_checkpoint, read_json_if_there, write_json
+from pit_deploy.bundle import carry_files, write_manifest
+from pit_deploy.checkpoint import Checkpoint, open_checkpoint
+from pit_deploy.description import describe
 from pit_deploy.errors import InputError
-from pit_deploy.export_options import Artifact, Exporter, ExportOptions
+from pit_deploy.export_options import Exporter, ExportOptions
 from pit_deploy.extras import require
 from pit_deploy.files import atomic_output, check_output, check_room
 from pit_deploy.folding import FoldedModel, SharedTable, load_folded, with_tables
-from pit_deploy.generation_config import bos_id, end_ids
-from pit_deploy.golden import QUESTION, GoldenRecord, golden_prompts, logsumexp, record, versions
-from pit_deploy.manifest import (
-    Architecture,
-    Golden,
-    ManifestBody,
-    Precision,
-    QuantizationSummary,
-    Source,
-    SourceFile,
-    State,
-    TensorError,
-    TokenizedText,
-    Value,
-)
+from pit_deploy.generation_config import checkpoint_bos_id, checkpoint_end_ids
+from pit_deploy.json_files import write_json
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.plan import QuantizationPlan
-
-if TYPE_CHECKING:
-    from pit_deploy.runtimes.torch import TorchRuntime
-
-CALIBRATION_TOKENS = 2048
-_CALIBRATION_PROMPT = 256
-_WEIGHT_FILES = ("*.safetensors", "config.json")
+from pit_deploy.reference import Calibration, calibrate
 
 
 @dataclass
@@ -69,19 +46,6 @@ class ExportReport:
 
     def to_dict(self) -> dict[str, Any]:
         return dict(vars(self))
-
-
-@dataclass
-class Calibration:
-    """What an export learns from running the reference model once.
-
-    `state_second_moment` is E[nᵀ n] [d, d] over the calibration text, `probabilities` [V] the mean next-token
-    distribution there.
-    """
-
-    golden: GoldenRecord
-    state_second_moment: np.ndarray
-    probabilities: np.ndarray
 
 
 def export(
@@ -112,7 +76,7 @@ def export(
     options = _resolve(
         exporter, ExportOptions(to, weights, tables, layout, context, logits, profile, block_size, symmetric)
     )
-    check_output(out, overwrite=overwrite)
+    check_output(out, overwrite=overwrite, source=source)
     checkpoint = open_checkpoint(source)
     try:
         if not exporter.writes_bundle:
@@ -122,7 +86,7 @@ def export(
         exporter.check(config, options)
         _check_shared(checkpoint, layout)
         tokenizer_length = checkpoint.check_vocabulary()
-        ends = _end_ids(checkpoint)
+        ends = checkpoint_end_ids(checkpoint)
         check_room(out, 2 * checkpoint.total_bytes)
         context_length = options.context_length(config)
         if isinstance(golden, Calibration):
@@ -139,10 +103,14 @@ def export(
             carry_files(checkpoint.path, partial)
             write_json(partial / "config.json", model.config)
             exporter.finish(
-                partial, config, context_length=context_length, bos_id=_bos_id(checkpoint), end_ids=ends
+                partial,
+                config,
+                context_length=context_length,
+                bos_id=checkpoint_bos_id(checkpoint),
+                end_ids=ends,
             )
             learned.golden.save(partial)
-            body = _manifest(
+            body = describe(
                 checkpoint,
                 model,
                 config,
@@ -167,65 +135,6 @@ def export(
         return report
     finally:
         checkpoint.close()
-
-
-def calibrate(
-    checkpoint: Checkpoint,
-    context_length: int,
-    *,
-    text: str | Path | None = None,
-    reference: str | Path | None = None,
-    progress: Progress = silent,
-) -> Calibration:
-    """Run the reference model: record the golden record, and the statistics for the quantisation basis.
-
-    The reference is the training-time forward of a PIT checkpoint (`reference` names it where `checkpoint` is
-    folded), or transformers' forward of a plain one.
-    """
-    from pit_deploy.quantize.calibration import read_calibration
-    from pit_deploy.runtimes.torch import open_plain, open_training
-
-    recorded = checkpoint
-    if reference is not None:
-        recorded = open_checkpoint(reference)
-        if recorded.kind != "pit":
-            raise InputError(
-                f"--golden {reference} is a {recorded.kind} checkpoint; name the PIT checkpoint it was folded from."
-            )
-        if recorded.table_rows != checkpoint.table_rows:
-            raise InputError(
-                f"--golden {reference} has {recorded.table_rows} table rows, the source {checkpoint.table_rows}."
-            )
-    elif checkpoint.kind == "folded":
-        raise InputError(
-            f"{checkpoint.path} is folded already, so the training-time outputs cannot be recorded from it; pass "
-            f"--golden with the PIT checkpoint it was folded from."
-        )
-    calibration_text = read_calibration(text)
-    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
-    tokens = checkpoint.tokenizer_length()
-    prompts, greedy = golden_prompts(
-        tokenizer, context_length, chat_text=_chat_text(checkpoint), vocab_size=checkpoint.table_rows
-    )
-    opened = (
-        open_training(recorded, context_length=context_length)
-        if recorded.kind == "pit"
-        else open_plain(recorded, context_length=context_length)
-    )
-    golden = record(
-        opened,
-        prompts,
-        tokenizer_length=tokens,
-        greedy_prompt=greedy,
-        end_ids=_end_ids(checkpoint),
-        progress=progress,
-    )
-    if recorded.kind == "pit":
-        golden.how["float32_interface_max_abs"] = _float32_difference(opened, golden)
-    moment, probabilities = _statistics(
-        opened, tokenizer.encode(calibration_text).ids, checkpoint.table_rows, progress
-    )
-    return Calibration(golden, moment, probabilities)
 
 
 def in_quantization_basis(model: FoldedModel, plan: QuantizationPlan, learned: Calibration) -> FoldedModel:
@@ -331,152 +240,3 @@ def _export_plain(
         None,
         notes,
     )
-
-
-def _statistics(
-    runtime: TorchRuntime, ids: list[int], rows: int, progress: Progress
-) -> tuple[np.ndarray, np.ndarray]:
-    """E[nᵀ n] and the mean next-token distribution, over windows spread evenly through the text."""
-    ids = [i for i in ids if i < rows]
-    if not ids:
-        raise InputError("the calibration text has no tokens; give a longer one.")
-    size = min(_CALIBRATION_PROMPT, runtime.context_length, len(ids))
-    count = max(1, min(CALIBRATION_TOKENS, len(ids)) // size)
-    starts = np.linspace(0, len(ids) - size, count).astype(int)
-    moment, probabilities = np.zeros(()), np.zeros(rows)
-    for number, start in enumerate(starts):
-        progress("calibrate", number, count)
-        states, logits = runtime.final_states(ids[start : start + size])
-        moment = moment + states.T @ states
-        for row in logits:
-            probabilities += np.exp(row - logsumexp(row))
-    progress("calibrate", count, count)
-    return moment / (count * size), probabilities / (count * size)
-
-
-def _float32_difference(runtime: TorchRuntime, golden: GoldenRecord) -> float:
-    """What the reference's logits would differ by if its solves ran in float32."""
-    prompt = max(golden.prompts, key=lambda p: len(p.ids))
-    start = golden.starts[golden.prompts.index(prompt)]
-    runtime.precise = False
-    try:
-        logits = runtime.all_logits(prompt.ids)
-    finally:
-        runtime.precise = True
-    span = slice(start, start + len(prompt.ids))
-    return float(
-        np.abs(np.take_along_axis(logits, golden.top_ids[span], axis=1) - golden.top_logits[span]).max()
-    )
-
-
-def _token_files(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any], Any]:
-    generation = read_json_if_there(checkpoint.path / "generation_config.json")
-    tokenizer_config = read_json_if_there(checkpoint.path / "tokenizer_config.json")
-    return generation, tokenizer_config, load_tokenizer(checkpoint.path / "tokenizer.json").token_to_id
-
-
-def _end_ids(checkpoint: Checkpoint) -> list[int]:
-    generation, tokenizer_config, to_id = _token_files(checkpoint)
-    found = end_ids(generation, checkpoint.config, tokenizer_config, to_id)
-    wrong = [i for i in found if i >= checkpoint.tokenizer_length()]
-    if wrong:
-        raise InputError(
-            f"{checkpoint.path}: the end id {wrong[0]} is not in the tokenizer ({checkpoint.tokenizer_length()} ids); "
-            f"correct eos_token_id in generation_config.json or config.json."
-        )
-    return found
-
-
-def _bos_id(checkpoint: Checkpoint) -> int | None:
-    generation, tokenizer_config, to_id = _token_files(checkpoint)
-    return bos_id(generation, checkpoint.config, tokenizer_config, to_id)
-
-
-def _chat_text(checkpoint: Checkpoint) -> str | None:
-    """A question in the model's own chat form; None where it has no template."""
-    if not _has_chat_template(checkpoint.path):
-        return None
-    return render_directory(checkpoint.path, [{"role": "user", "content": QUESTION}])
-
-
-def _has_chat_template(directory: Path) -> bool:
-    if (directory / "chat_template.jinja").is_file():
-        return True
-    return bool(read_json_if_there(directory / "tokenizer_config.json").get("chat_template"))
-
-
-def _manifest(
-    checkpoint: Checkpoint,
-    model: FoldedModel,
-    config: DecoderConfig,
-    options: ExportOptions,
-    plan: QuantizationPlan,
-    artifact: Artifact,
-    golden: GoldenRecord,
-    ends: list[int],
-    tokenizer_length: int,
-    context_length: int,
-    directory: Path,
-) -> ManifestBody:
-    quantization = tuple(TensorError(**error) for error in plan.errors)
-    tokenizer = load_tokenizer(directory / "tokenizer.json")
-    specials = special_tokens(read_json_if_there(directory / "tokenizer_config.json"))
-    return ManifestBody(
-        created_by=versions(),
-        source=_source(checkpoint),
-        folds=tuple(model.folds),
-        layout=model.layout,  # type: ignore[arg-type]  # checked by check_layout
-        runtime=artifact.runtime,  # type: ignore[arg-type]  # the exporter's constant, validated by pydantic
-        profile=artifact.profile,
-        model_file=artifact.model_file,
-        precision=Precision(**artifact.precision),
-        architecture=Architecture(
-            model_type=config.model_type,
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size,
-        ),
-        inputs=tuple(Value(**v) for v in artifact.inputs),
-        outputs=tuple(Value(**v) for v in artifact.outputs),
-        states=tuple(State(**s) for s in artifact.states),
-        hidden_states=tuple(artifact.hidden_states),
-        logits=options.logits,  # type: ignore[arg-type]  # checked by ExportOptions
-        vocab_size=config.vocab_size,
-        tokenizer_length=tokenizer_length,
-        context_length=context_length,
-        bos_id=_bos_id(checkpoint),
-        end_ids=tuple(ends),
-        chat_template=_has_chat_template(directory),
-        quantization=quantization,
-        quantization_summary=QuantizationSummary.of(quantization),
-        tokenizer_checks=tuple(tokenizer_checks(tokenizer, list(specials.values()))),
-        golden=Golden(
-            file="golden.safetensors",
-            positions=golden.positions,
-            prompts=tuple(TokenizedText(text=p.text, ids=tuple(p.ids)) for p in golden.prompts),
-        ),
-    )
-
-
-def _source(checkpoint: Checkpoint) -> Source:
-    files = sorted({p for pattern in _WEIGHT_FILES for p in checkpoint.path.glob(pattern)})
-    return Source(
-        name=checkpoint.name.replace("/", "--"),
-        model_type=checkpoint.model_type,
-        kind=checkpoint.kind,  # type: ignore[arg-type]  # one of the three words
-        files=tuple(SourceFile(name=f.name, size=f.stat().st_size, sha256=sha256(f)) for f in files),
-        license=_license(checkpoint.path),
-    )
-
-
-def _license(directory: Path) -> str | None:
-    """The licence id of the model card's front matter."""
-    with suppress(OSError, UnicodeDecodeError):
-        text = (directory / "README.md").read_text(encoding="utf-8")
-        front = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-        found = re.search(r"^license:\s*['\"]?([\w.+-]+)", front.group(1), re.MULTILINE) if front else None
-        return found.group(1) if found else None
-    return None

@@ -21,21 +21,14 @@ from typing import Any
 import numpy as np
 
 from pit_deploy.architecture import FAMILIES
-from pit_deploy.checkpoint import (
-    OWN_VERSION,
-    Checkpoint,
-    cast,
-    check_dtype,
-    iterate_backbone,
-    open_checkpoint,
-    table_keys,
-    write_json,
-    write_safetensors,
-)
+from pit_deploy.checkpoint import OWN_VERSION, Checkpoint, iterate_backbone, open_checkpoint, table_keys
 from pit_deploy.errors import InputError
+from pit_deploy.extras import require
 from pit_deploy.files import atomic_output, check_output, check_room
 from pit_deploy.initialize import check_finite, multiply, read_interface
+from pit_deploy.json_files import write_json
 from pit_deploy.progress import Progress, silent
+from pit_deploy.weight_files import cast, check_dtype, write_safetensors
 
 LAYOUTS = ("untied", "shared")
 FINAL_NORM = "model.norm.weight"
@@ -117,6 +110,7 @@ def fold(
     `untied` is a plain Hugging Face directory that transformers loads; `shared` keeps one table and two maps.
     Raises `InputError` for a source that is not a PIT checkpoint, folded ones included. Returns `out`.
     """
+    require("torch", "onnx")
     check_output(out, overwrite=overwrite, source=source)
     check_layout(layout)
     check_dtype(dtype)

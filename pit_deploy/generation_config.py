@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pit_deploy.errors import InputError
+from pit_deploy.json_files import read_json_if_there
+
+if TYPE_CHECKING:
+    from pit_deploy.checkpoint import Checkpoint
 
 TokenToId = Callable[[str], int | None]
 
@@ -71,3 +75,31 @@ def _ids(value: Any, place: str) -> list[int]:
         if isinstance(id, bool) or not isinstance(id, int) or id < 0:
             raise InputError(f"{place} must be a token id or a list of token ids, but is {value!r}.")
     return ids
+
+
+def checkpoint_end_ids(checkpoint: Checkpoint) -> list[int]:
+    """`end_ids` of a checkpoint directory; raises `InputError` also for one that the tokenizer does not have."""
+    found = end_ids(*_places(checkpoint))
+    tokens = checkpoint.tokenizer_length()
+    wrong = [id for id in found if id >= tokens]
+    if wrong:
+        raise InputError(
+            f"{checkpoint.path}: the end id {wrong[0]} is not in the tokenizer ({tokens} ids); correct "
+            f"eos_token_id in generation_config.json or config.json."
+        )
+    return found
+
+
+def checkpoint_bos_id(checkpoint: Checkpoint) -> int | None:
+    """`bos_id` of a checkpoint directory."""
+    return bos_id(*_places(checkpoint))
+
+
+def _places(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], TokenToId]:
+    """The three places that name ids, and the tokenizer's vocabulary."""
+    from pit_deploy.bundle import load_tokenizer
+
+    generation = read_json_if_there(checkpoint.path / "generation_config.json")
+    tokenizer_config = read_json_if_there(checkpoint.path / "tokenizer_config.json")
+    to_id = load_tokenizer(checkpoint.path / "tokenizer.json").token_to_id
+    return generation, checkpoint.config, tokenizer_config, to_id

@@ -107,7 +107,7 @@ class GoldenRecord:
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
 
-        from pit_deploy.checkpoint import read_json
+        from pit_deploy.json_files import read_json
 
         rest = read_json(directory / "golden.json")
         version = rest.pop("golden_version", None)

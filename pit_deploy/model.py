@@ -20,19 +20,14 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from pit_deploy.checkpoint import (
-    OWN_VERSION,
-    Checkpoint,
-    open_checkpoint,
-    read_json,
-    write_json,
-    write_safetensors,
-)
+from pit_deploy.checkpoint import OWN_VERSION, Checkpoint, open_checkpoint
 from pit_deploy.errors import InputError
 from pit_deploy.files import atomic_output, check_output
 from pit_deploy.folding import copy_companions
 from pit_deploy.initialize import read_interface
 from pit_deploy.interface import PITInterface, raw_to_cholesky
+from pit_deploy.json_files import read_json, write_json
+from pit_deploy.weight_files import write_safetensors
 
 MODEL_TYPE = "pit"
 

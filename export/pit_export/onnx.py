@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pit_deploy.architecture import DecoderConfig
-from pit_deploy.checkpoint import read_json_if_there, write_json
 from pit_deploy.errors import InputError
 from pit_deploy.export_options import Artifact, ExportOptions
 from pit_deploy.extras import require
 from pit_deploy.folding import FoldedModel
+from pit_deploy.json_files import read_json_if_there, write_json
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.plan import QuantizationPlan
 from pit_export.backbone import Backbone, check_backbone

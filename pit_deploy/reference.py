@@ -1,0 +1,138 @@
+"""Run the reference model once: the golden record, and the statistics that quantisation is calibrated with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pit_deploy.bundle import load_tokenizer
+from pit_deploy.chat import has_chat_template, render_directory
+from pit_deploy.checkpoint import Checkpoint, open_checkpoint
+from pit_deploy.errors import InputError
+from pit_deploy.generation_config import checkpoint_end_ids
+from pit_deploy.golden import QUESTION, GoldenRecord, golden_prompts, logsumexp, record
+from pit_deploy.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from pit_deploy.runtimes.torch import TorchRuntime
+
+CALIBRATION_TOKENS = 2048
+_CALIBRATION_PROMPT = 256
+
+
+@dataclass
+class Calibration:
+    """What an export learns from running the reference model once.
+
+    `state_second_moment` is E[nᵀ n] [d, d] over the calibration text, `probabilities` [V] the mean next-token
+    distribution there.
+    """
+
+    golden: GoldenRecord
+    state_second_moment: np.ndarray
+    probabilities: np.ndarray
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    context_length: int,
+    *,
+    text: str | Path | None = None,
+    reference: str | Path | None = None,
+    progress: Progress = silent,
+) -> Calibration:
+    """Run the reference model: record the golden record, and the statistics for the quantisation basis.
+
+    The reference is the training-time forward of a PIT checkpoint (`reference` names it where `checkpoint` is
+    folded), or transformers' forward of a plain one.
+    """
+    from pit_deploy.quantize.calibration import read_calibration
+    from pit_deploy.runtimes.torch import open_plain, open_training
+
+    recorded = checkpoint
+    if reference is not None:
+        recorded = open_checkpoint(reference)
+        if recorded.kind != "pit":
+            raise InputError(
+                f"--golden {reference} is a {recorded.kind} checkpoint; name the PIT checkpoint it was folded from."
+            )
+        if recorded.table_rows != checkpoint.table_rows:
+            raise InputError(
+                f"--golden {reference} has {recorded.table_rows} table rows, the source {checkpoint.table_rows}."
+            )
+    elif checkpoint.kind == "folded":
+        raise InputError(
+            f"{checkpoint.path} is folded already, so the training-time outputs cannot be recorded from it; pass "
+            f"--golden with the PIT checkpoint it was folded from."
+        )
+    calibration_text = read_calibration(text)
+    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
+    tokens = checkpoint.tokenizer_length()
+    prompts, greedy = golden_prompts(
+        tokenizer, context_length, chat_text=_chat_text(checkpoint), vocab_size=checkpoint.table_rows
+    )
+    opened = (
+        open_training(recorded, context_length=context_length)
+        if recorded.kind == "pit"
+        else open_plain(recorded, context_length=context_length)
+    )
+    golden = record(
+        opened,
+        prompts,
+        tokenizer_length=tokens,
+        greedy_prompt=greedy,
+        end_ids=checkpoint_end_ids(checkpoint),
+        progress=progress,
+    )
+    if recorded.kind == "pit":
+        golden.how["float32_interface_max_abs"] = _float32_difference(opened, golden)
+    moment, probabilities = _statistics(
+        opened, tokenizer.encode(calibration_text).ids, checkpoint.table_rows, progress
+    )
+    return Calibration(golden, moment, probabilities)
+
+
+def _statistics(
+    runtime: TorchRuntime, ids: list[int], rows: int, progress: Progress
+) -> tuple[np.ndarray, np.ndarray]:
+    """E[nᵀ n] and the mean next-token distribution, over windows spread evenly through the text."""
+    ids = [i for i in ids if i < rows]
+    if not ids:
+        raise InputError("the calibration text has no tokens; give a longer one.")
+    size = min(_CALIBRATION_PROMPT, runtime.context_length, len(ids))
+    count = max(1, min(CALIBRATION_TOKENS, len(ids)) // size)
+    starts = np.linspace(0, len(ids) - size, count).astype(int)
+    moment, probabilities = np.zeros(()), np.zeros(rows)
+    for number, start in enumerate(starts):
+        progress("calibrate", number, count)
+        states, logits = runtime.final_states(ids[start : start + size])
+        moment = moment + states.T @ states
+        for row in logits:
+            probabilities += np.exp(row - logsumexp(row))
+    progress("calibrate", count, count)
+    return moment / (count * size), probabilities / (count * size)
+
+
+def _float32_difference(runtime: TorchRuntime, golden: GoldenRecord) -> float:
+    """What the reference's logits would differ by if its solves ran in float32."""
+    prompt = max(golden.prompts, key=lambda p: len(p.ids))
+    start = golden.starts[golden.prompts.index(prompt)]
+    runtime.precise = False
+    try:
+        logits = runtime.all_logits(prompt.ids)
+    finally:
+        runtime.precise = True
+    span = slice(start, start + len(prompt.ids))
+    return float(
+        np.abs(np.take_along_axis(logits, golden.top_ids[span], axis=1) - golden.top_logits[span]).max()
+    )
+
+
+def _chat_text(checkpoint: Checkpoint) -> str | None:
+    """A question in the model's own chat form; None where it has no template."""
+    if not has_chat_template(checkpoint.path):
+        return None
+    return render_directory(checkpoint.path, [{"role": "user", "content": QUESTION}])
