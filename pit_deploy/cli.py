@@ -38,7 +38,7 @@ Json = Annotated[
     typer.Option("--json", metavar="[FILE]", help="Write the result as JSON to FILE, or to standard output."),
 ]
 Threads = Annotated[
-    int | None, typer.Option("--threads", min=1, help="CPU threads; the runtime's choice by default.")
+    int | None, typer.Option("--threads", help="CPU threads; the runtime's choice by default.")
 ]
 
 

@@ -193,6 +193,11 @@ BAD = {
     "prompt too long": (("run", "INT8", "--prompt", "x" * 400), "holds 320"),
     "negative temperature": (("run", "INT8", "--prompt", "x", "--temperature", "-1"), "temperature"),
     "negative tokens": (("run", "INT8", "--prompt", "x", "--max-new-tokens", "-1"), "-1"),
+    "no threads": (("run", "INT8", "--prompt", "x", "--threads", "0"), "--threads 0"),
+    "a hundred thousand threads": (
+        ("run", "INT8", "--prompt", "x", "--threads", "100000"),
+        "--threads 100000",
+    ),
     "wrong source of a bundle": (("verify", "INT8", "--source", "OTHER"), "is not the checkpoint"),
     "convert twice": (("convert", "PIT", "OUT"), "pit checkpoint already"),
     "half of a key pair": (("convert", "SRC", "OUT", "--memory-key", "z"), "belong together"),
