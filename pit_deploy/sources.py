@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from pit_deploy.errors import InputError
 from pit_deploy.extras import require
@@ -20,12 +21,17 @@ def download(repo: str) -> Path:
         ) from error
 
 
+def require_gguf_packages() -> tuple[Any, Any]:
+    """transformers and torch, once all that reading GGUF needs is there."""
+    require("gguf", "onnx")
+    return require("transformers", "onnx"), require("torch", "onnx")
+
+
 def write_gguf_as_hf(file: Path, directory: Path) -> None:
     """Write a GGUF file as a plain Hugging Face directory (dequantised), through transformers."""
+    transformers, torch = require_gguf_packages()
     from pit_deploy.model import quiet
 
-    transformers, torch = require("transformers", "onnx"), require("torch", "onnx")
-    require("gguf", "onnx")
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     try:
         with quiet():
