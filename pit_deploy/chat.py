@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from pit_deploy.errors import InputError
 from pit_deploy.extras import require
 from pit_deploy.generation_config import token_text
+from pit_deploy.json_files import read_json_if_there
 
 
 def render_chat(
@@ -105,16 +105,7 @@ def special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
 
 def tokenizer_config(directory: Path | str) -> dict[str, Any]:
     """tokenizer_config.json of the directory; empty where it has none."""
-    file = Path(directory) / "tokenizer_config.json"
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{file} is not valid JSON: {_line(error)}") from error
-    if not isinstance(value, dict):
-        raise InputError(f"{file} must hold a JSON object, but holds a {type(value).__name__}.")
-    return value
+    return read_json_if_there(Path(directory) / "tokenizer_config.json")
 
 
 def render_directory(

@@ -113,7 +113,7 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
 def test_tokenizer_config_that_cannot_be_read(tmp_path: Path) -> None:
     assert tokenizer_config(tmp_path) == {}
     write(tmp_path, ["list"])
-    with pytest.raises(InputError, match="must hold a JSON object"):
+    with pytest.raises(InputError, match="an object is expected"):
         tokenizer_config(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(InputError, match="not valid JSON"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from rich.progress import Progress as Bars
 
 from pit_deploy import console
 from pit_deploy.errors import InputError, PitDeployError
+from pit_deploy.files import check_output
 from pit_deploy.progress import Progress
 
 app = typer.Typer(
@@ -35,7 +37,9 @@ errors = Console(stderr=True, highlight=False, soft_wrap=True)
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")]
 Json = Annotated[
     str | None,
-    typer.Option("--json", metavar="[FILE]", help="Write the result as JSON to FILE, or to standard output."),
+    typer.Option(
+        "--json", metavar="[FILE.json]", help="Write the result as JSON to a file, or to standard output."
+    ),
 ]
 Threads = Annotated[
     int | None, typer.Option("--threads", help="CPU threads; the runtime's choice by default.")
@@ -44,15 +48,18 @@ Threads = Annotated[
 
 @app.callback()
 def options(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere.")
+    ] = False,
 ) -> None:
-    """Read in `main`, before the commands."""
+    """`main` reads the option before the commands are parsed."""
 
 
 @app.command(rich_help_panel="Checkpoints")
 def sample(
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     overwrite: Overwrite = False,
+    json: Json = None,
 ) -> None:
     """Write the sample model, SmolLM2-135M-Instruct, as a plain Hugging Face directory.
 
@@ -60,9 +67,10 @@ def sample(
     """
     from pit_deploy.sample import write_sample
 
-    with bars() as progress:
+    with bars(json) as progress:
         write_sample(out, overwrite=overwrite, progress=progress)
-    console.done(f"The sample model is in {out}.", f"pit-deploy convert {out} pit")
+    if not emit(json, {"out": str(out)}):
+        console.done(f"The sample model is in {out}.", f"pit-deploy convert {out} pit")
 
 
 @app.command(rich_help_panel="Checkpoints")
@@ -129,12 +137,15 @@ def fold(
     ] = "untied",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     overwrite: Overwrite = False,
+    json: Json = None,
 ) -> None:
     """Fold a PIT checkpoint into static tables. `export` does this on the way; do it yourself for other tools."""
     from pit_deploy.folding import fold as call
 
-    with bars() as progress:
+    with bars(json) as progress:
         call(source, out, layout=layout, dtype=dtype, overwrite=overwrite, progress=progress)
+    if emit(json, {"out": str(out), "layout": layout, "dtype": dtype}):
+        return
     opens = "It opens in transformers" if layout == "untied" else "pit-deploy reads it"
     console.done(
         f"The folded checkpoint is in {out}. {opens}.", f"pit-deploy export {out} bundle --golden {source}"
@@ -170,7 +181,10 @@ def export(
             help="Of embedding and head; int8 by default, or as --weights where those are fp32 or fp16."
         ),
     ] = None,
-    layout: Annotated[str | None, typer.Option(help="untied or shared. [dim]\\[default: shared][/]")] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="shared, or untied (the default of --to hf and of plain models with two tables)."),
+    ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens that the cache holds. [dim]\\[default: 2048][/]")
     ] = None,
@@ -230,7 +244,7 @@ def verify(
     source: Annotated[
         str | None, typer.Option(help="The exported checkpoint: compare every logit with it, on text.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="Tokens of text for --source.")] = 1024,
+    tokens: Annotated[int | None, typer.Option(help="Tokens of text for --source; 1024 by default.")] = None,
     layers: Annotated[
         bool, typer.Option("--layers", help="Compare hidden states also where the outputs pass.")
     ] = False,
@@ -245,6 +259,7 @@ def verify(
         from pit_deploy.report import require_report_packages
 
         require_report_packages()
+        check_report(html, bundle)
     with bars(json) as progress:
         report = call(
             bundle,
@@ -290,7 +305,7 @@ def run(
     shown = json is None
     answer = call(
         bundle,
-        sys.stdin.read() if prompt == "-" else prompt,
+        _standard_input() if prompt == "-" else prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -326,14 +341,16 @@ def demo(
 
 def main() -> NoReturn:
     """Entry point: run a command, and turn errors into one sentence and an exit status."""
-    arguments = _with_json_default(sys.argv[1:])
-    debug = "--debug" in arguments
+    debug = "--debug" in sys.argv[1:]
     signal.signal(signal.SIGTERM, _interrupt)
     # Threads that spin while they wait make PyTorch three times slower where another program needs a core.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program as it ends others
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' own bars; pit-deploy draws one of its own
     try:
-        status = app(args=arguments, prog_name="pit-deploy", standalone_mode=False)
+        status = app(args=_prepared(sys.argv[1:]), prog_name="pit-deploy", standalone_mode=False)
     except PitDeployError as error:
         if debug:
             raise
@@ -342,9 +359,6 @@ def main() -> NoReturn:
     except (KeyboardInterrupt, typer.Abort):
         errors.print("Interrupted; nothing half-written was left.")
         sys.exit(130)
-    except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
     except Exception as error:
         if hasattr(error, "exit_code") and hasattr(
             error, "format_message"
@@ -363,7 +377,7 @@ def emit(target: str | None, value: dict[str, Any]) -> bool:
     """Write `value` as JSON to a file or (for "-") standard output; False where no JSON was asked for."""
     if target is None:
         return False
-    text = json.dumps(value, indent=2, ensure_ascii=False, default=str)
+    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
     if target == "-":
         print(text)
         return True
@@ -378,6 +392,8 @@ def emit(target: str | None, value: dict[str, Any]) -> bool:
 def bars(json: str | None = None) -> Iterator[Progress]:
     """Progress bars on standard error where it is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    if json is not None and json != "-":
+        check_report(Path(json))
     with Bars(
         *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty() or json == "-"
     ) as shown:
@@ -391,17 +407,50 @@ def bars(json: str | None = None) -> Iterator[Progress]:
         yield progress
 
 
-def _with_json_default(arguments: list[str]) -> list[str]:
-    """`--json` without a file means standard output: a file is recognised by its ending."""
-    if arguments[:1] == ["inspect"]:
-        return arguments
+def check_report(path: Path, bundle: Path | None = None) -> None:
+    """Refuse a place for a report before the work. A file that is there is replaced; nothing of a bundle is."""
+    check_output(path, overwrite=True, directory=False)
+    if not path.absolute().parent.is_dir():
+        raise InputError(f"{path} cannot be written: {path.absolute().parent} is not a folder.")
+    if bundle is not None and bundle.resolve() in (path.resolve(), *path.resolve().parents):
+        raise InputError(f"{path} is inside the bundle {bundle}, which is left as it is; name another file.")
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"Standard input is not UTF-8 text (byte {error.start}).") from error
+
+
+def _prepared(arguments: list[str]) -> list[str]:
+    """`--json` without a file means standard output (a file is recognised by its ending), and `--debug` may
+    stand anywhere. An option's own value is left alone."""
+    values = {"--prompt"}
+    found = [a for n, a in enumerate(arguments) if a != "--debug" or (n and arguments[n - 1] in values)]
+    if "inspect" in found[:1]:
+        return found
+    if any(not a and (not n or found[n - 1] not in values) for n, a in enumerate(found)):
+        raise InputError("An argument is empty; name a file or folder.")
     result: list[str] = []
-    for number, argument in enumerate(arguments):
+    for number, argument in enumerate(found):
         result.append(argument)
-        following = arguments[number + 1] if number + 1 < len(arguments) else ""
-        if argument == "--json" and following != "-" and not following.endswith(".json"):
+        following = found[number + 1] if number + 1 < len(found) else ""
+        is_value = number > 0 and found[number - 1] in values
+        if argument == "--json" and not is_value and following != "-" and not following.endswith(".json"):
             result.append("-")
     return result
+
+
+def _finite(value: Any) -> Any:
+    """The same with null for numbers that JSON does not have, and text for paths."""
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def _escape(text: str) -> str:

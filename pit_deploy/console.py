@@ -31,7 +31,9 @@ def notes(items: list[str]) -> None:
 
 
 def megabytes(count: int | None) -> str:
-    return "-" if count is None else f"{count / 1e6:,.1f} MB"
+    if count is None:
+        return "-"
+    return f"{count / 1e6:,.1f} MB" if count >= 1e5 else f"{count / 1e3:,.1f} kB"
 
 
 def print_conversion(report: ConversionReport) -> None:
@@ -161,7 +163,8 @@ def _plain(key: str, value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, dict):
-        return ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
+        shown = ((k, f"{v:.3g}" if isinstance(v, float) else v) for k, v in value.items() if v is not None)
+        return ", ".join(f"{k} {v}" for k, v in shown)
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
     if isinstance(value, int) and not isinstance(value, bool):

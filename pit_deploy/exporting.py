@@ -20,7 +20,7 @@ from pit_deploy.export_options import Exporter, ExportOptions
 from pit_deploy.extras import require
 from pit_deploy.files import atomic_output, check_output, check_room
 from pit_deploy.folding import FoldedModel, SharedTable, load_folded, with_tables
-from pit_deploy.generation_config import checkpoint_bos_id, checkpoint_end_ids
+from pit_deploy.generation_config import check_generation_config, checkpoint_bos_id, checkpoint_end_ids
 from pit_deploy.json_files import write_json
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.plan import QuantizationPlan
@@ -76,7 +76,8 @@ def export(
     options = _resolve(
         exporter, ExportOptions(to, weights, tables, layout, context, logits, profile, block_size, symmetric)
     )
-    check_output(out, overwrite=overwrite, source=source)
+    recorded = golden if isinstance(golden, (str, Path)) else None
+    check_output(out, overwrite=overwrite, source=source, inputs=(recorded, calibration))
     checkpoint = open_checkpoint(source)
     try:
         if not exporter.writes_bundle:
@@ -87,6 +88,7 @@ def export(
         _check_shared(checkpoint, layout)
         tokenizer_length = checkpoint.check_vocabulary()
         ends = checkpoint_end_ids(checkpoint)
+        check_generation_config(checkpoint)
         check_room(out, 2 * checkpoint.total_bytes)
         context_length = options.context_length(config)
         if isinstance(golden, Calibration):
@@ -118,10 +120,10 @@ def export(
                 plan,
                 artifact,
                 learned.golden,
-                ends,
-                tokenizer_length,
-                context_length,
-                partial,
+                end_ids=ends,
+                tokenizer_length=tokenizer_length,
+                context_length=context_length,
+                directory=partial,
             )
             manifest = write_manifest(partial, body)
         report = ExportReport(str(out), to, model.layout, plan.weights, plan.tables, context_length)

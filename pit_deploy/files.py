@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pit_deploy.errors import InputError, OutputExistsError
@@ -26,7 +26,7 @@ def atomic_output(path: Path | str, *, overwrite: bool = False, directory: bool 
     """
     path = Path(path).absolute()
     _settle_abandoned(path)
-    check_output(path, overwrite=overwrite)
+    check_output(path, overwrite=overwrite, directory=directory)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     new_parents = [parent for parent in path.parents if not parent.exists()]
     done = False
@@ -59,11 +59,21 @@ def atomic_output(path: Path | str, *, overwrite: bool = False, directory: bool 
                     parent.rmdir()
 
 
-def check_output(path: Path | str, *, overwrite: bool = False, source: Path | str | None = None) -> None:
+def check_output(
+    path: Path | str,
+    *,
+    overwrite: bool = False,
+    directory: bool = True,
+    source: Path | str | None = None,
+    inputs: Iterable[Path | str | None] = (),
+) -> None:
     """Refuse an output path that is taken, before any long work. Raises `OutputExistsError`.
 
-    A path that is or holds `source`, which the result is made from, is refused even with `overwrite`.
+    A path that is or holds `source` or one of the other `inputs`, which the result is made from, is refused
+    even with `overwrite`; so is a folder where a file is to be written (`directory` false).
     """
+    if not str(path):
+        raise InputError("The output's name is empty; name a file or folder.")
     path = Path(path)
     try:
         taken = path.is_symlink() or path.exists()
@@ -73,9 +83,12 @@ def check_output(path: Path | str, *, overwrite: bool = False, source: Path | st
         return
     if not overwrite:
         raise OutputExistsError(path)
+    if not directory and path.is_dir():
+        raise InputError(f"{path} is a folder and is not replaced by a file; give a file name.")
     real = path.resolve()
-    if source is not None and real in (Path(source).resolve(), *Path(source).resolve().parents):
-        raise InputError(f"{path} is or holds the source {source} and is not replaced; name another output.")
+    for used in (source, *inputs):
+        if used is not None and real in (Path(used).resolve(), *Path(used).resolve().parents):
+            raise InputError(f"{path} is or holds the input {used} and is not replaced; name another output.")
     if real in (Path.cwd(), *Path.cwd().parents, Path.home(), *Path.home().parents):
         raise InputError(
             f"{path} holds the current or home directory and is not replaced; name another output."

@@ -32,6 +32,10 @@ GATES: dict[str, Gate] = {
 }
 
 
+GATES_BY_RUNTIME: dict[str, dict[str, Gate]] = {"onnx": GATES}
+"""By the manifest's `runtime`; another runtime brings limits of its own."""
+
+
 def coarsest(*precisions: str) -> str:
     """The precision that decides the gate of a mixed setting."""
     return max(precisions, key=PRECISION_ORDER.index)
@@ -39,4 +43,4 @@ def coarsest(*precisions: str) -> str:
 
 def gate_for(runtime: str, weights: str, tables: str) -> Gate:
     """The gate of an artifact; `runtime` is the manifest's."""
-    return GATES[coarsest(weights, tables)]
+    return GATES_BY_RUNTIME[runtime][coarsest(weights, tables)]

@@ -90,6 +90,17 @@ def checkpoint_end_ids(checkpoint: Checkpoint) -> list[int]:
     return found
 
 
+def check_generation_config(checkpoint: Checkpoint) -> None:
+    """Raise `InputError` where generation_config.json asks for sampling that is not possible."""
+    from pit_deploy.sampling import SamplingOptions
+
+    file = checkpoint.path / "generation_config.json"
+    try:
+        SamplingOptions.from_generation_config(read_json_if_there(file))
+    except InputError as error:
+        raise InputError(f"{file}: {error}") from error
+
+
 def checkpoint_bos_id(checkpoint: Checkpoint) -> int | None:
     """`bos_id` of a checkpoint directory."""
     return bos_id(*_places(checkpoint))

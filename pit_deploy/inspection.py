@@ -68,7 +68,7 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     if checkpoint.kind == "pit":
         found |= _pit_numbers(checkpoint)
-    elif checkpoint.layout != "shared":
+    elif checkpoint.kind == "plain":
         found |= _table_numbers(checkpoint)
     if checkpoint.is_tokenized():
         checkpoint.check_vocabulary()

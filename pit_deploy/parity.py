@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pit_deploy.bundle import Bundle
+from pit_deploy.bundle import Bundle, sha256
+from pit_deploy.checkpoint import Checkpoint, open_checkpoint
 from pit_deploy.errors import InputError, ParityError
 from pit_deploy.gates import TIE, Gate, coarsest, gate_for
 from pit_deploy.golden import MIN_POSITIONS, GoldenRecord, greedy_continuation, logsumexp, project
@@ -132,7 +133,7 @@ def verify(
     *,
     runtime: str | None = None,
     source: str | Path | None = None,
-    tokens: int = EVALUATION_TOKENS,
+    tokens: int | None = None,
     layers: bool = False,
     threads: int | None = None,
     progress: Progress = silent,
@@ -140,24 +141,30 @@ def verify(
     """Check files, tokenizer and outputs of a bundle. The report says whether it passed; nothing is raised for a miss.
 
     Without `source` the reference is the golden record in the bundle. With it, the PIT (or plain) checkpoint
-    that was exported is run anew on `tokens` tokens of English text, every logit compared. `layers` compares
+    that was exported is run anew on `tokens` (1,024) tokens of English text, every logit compared. `layers` compares
     hidden states also where the outputs pass. Raises `InputError` for a damaged bundle.
     """
     from pit_deploy.runtimes import open_runtime
 
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
+    if source is None and tokens is not None:
+        raise InputError(
+            "--tokens belongs to --source, which names the checkpoint to compare with; give both."
+        )
+    text = [] if source is None else _evaluation_ids(bundle, EVALUATION_TOKENS if tokens is None else tokens)
     progress("check files", 0, 1)
     bundle.check_hashes()
     bundle.check_tokenizer()
+    checkpoint = None if source is None else open_source(bundle, source)
     progress("check files", 1, 1)
     opened = open_runtime(bundle, runtime, threads=threads)
     manifest = bundle.manifest
     gate = gate_for(manifest.runtime, manifest.precision.weights, manifest.precision.tables)
     golden = _golden(bundle)
-    if source is None:
+    if checkpoint is None:
         report = _against_golden(bundle, opened, golden, gate, progress)
     else:
-        report = _against_source(bundle, opened, golden, gate, Path(source), tokens, progress)
+        report = _against_source(bundle, opened, golden, gate, checkpoint, text, progress)
     report.total_bytes = bundle.total_bytes
     report.load_rss_bytes = getattr(opened, "load_rss_bytes", None)
     report.failures = _failures(report)
@@ -253,24 +260,15 @@ def _against_source(
     runtime: Runtime,
     golden: GoldenRecord,
     gate: Gate,
-    source: Path,
-    tokens: int,
+    source: Checkpoint,
+    ids: list[int],
     progress: Progress,
 ) -> ParityReport:
-    from pit_deploy.quantize.calibration import evaluation_text
-
     if not isinstance(runtime, FullRuntime):
         raise InputError(
             f"the runtime {runtime.name} gives no logits of every position; verify it without --source."
         )
-    if tokens < 2:
-        raise InputError(f"--tokens {tokens} is too few to compare; give at least 2.")
-    reference = open_reference(bundle, source)
-    ids = [i for i in bundle.tokenizer.encode(evaluation_text()).ids if i < bundle.manifest.vocab_size][
-        :tokens
-    ]
-    if len(ids) < tokens:
-        raise InputError(f"--tokens {tokens} is more than the evaluation text has ({len(ids)} tokens).")
+    reference = open_reference(source)
     size = min(_EVALUATION_PROMPT, bundle.manifest.context_length)
     prompts = [ids[i : i + size] for i in range(0, len(ids), size)]
     rows: list[tuple[float, float, bool]] = []
@@ -285,17 +283,12 @@ def _against_source(
         rows += zip(*(a.tolist() for a in compare_in_full(expected, found[:, :valid])), strict=True)
     progress("compare", len(prompts), len(prompts))
     return _report(
-        bundle, runtime, gate, f"source {source}", rows, [len(p) for p in prompts], prefill, golden
+        bundle, runtime, gate, f"source {source.path}", rows, [len(p) for p in prompts], prefill, golden
     )
 
 
-def open_reference(bundle: Bundle, source: Path) -> FullRuntime:
-    """The training-time model of `source`; raises `InputError` where it is not what the bundle was made from."""
-    from pit_deploy.bundle import sha256
-    from pit_deploy.checkpoint import open_checkpoint
-    from pit_deploy.folding import load_folded
-    from pit_deploy.runtimes.torch import open_folded, open_plain, open_training
-
+def open_source(bundle: Bundle, source: str | Path) -> Checkpoint:
+    """The checkpoint at `source`; raises `InputError` where it is not what the bundle was made from."""
     checkpoint = open_checkpoint(source)
     for entry in bundle.manifest.source.files:
         file = checkpoint.path / entry.name
@@ -303,11 +296,30 @@ def open_reference(bundle: Bundle, source: Path) -> FullRuntime:
             raise InputError(
                 f"{source} is not the checkpoint that this bundle was exported from: {entry.name} differs."
             )
+    return checkpoint
+
+
+def open_reference(checkpoint: Checkpoint) -> FullRuntime:
+    """The model of a checkpoint as training ran it (or transformers, or the fold it is)."""
+    from pit_deploy.folding import load_folded
+    from pit_deploy.runtimes.torch import open_folded, open_plain, open_training
+
     if checkpoint.kind == "pit":
         return open_training(checkpoint)
     if checkpoint.layout == "shared":  # made from a folded checkpoint, which transformers cannot open
         return open_folded(load_folded(checkpoint), tokenizer_length=checkpoint.tokenizer_length())
     return open_plain(checkpoint)
+
+
+def _evaluation_ids(bundle: Bundle, tokens: int) -> list[int]:
+    from pit_deploy.quantize.calibration import evaluation_text
+
+    if tokens < 2:
+        raise InputError(f"--tokens {tokens} is too few to compare; give at least 2.")
+    ids = [i for i in bundle.tokenizer.encode(evaluation_text()).ids if i < bundle.manifest.vocab_size]
+    if len(ids) < tokens:
+        raise InputError(f"--tokens {tokens} is more than the evaluation text has ({len(ids)} tokens).")
+    return ids[:tokens]
 
 
 def _report(

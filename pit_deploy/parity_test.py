@@ -222,6 +222,6 @@ def test_greedy(monkeypatch: pytest.MonkeyPatch, ids: list[int], margins: list[f
 
 def test_gates() -> None:
     assert coarsest("fp32", "int8") == "int8" and coarsest("int4", "fp16") == "int4"
-    assert gate_for("onnxruntime", "fp16", "fp32") is GATES["fp16"]
+    assert gate_for("onnx", "fp16", "fp32") is GATES["fp16"]
     for finer, coarser in (("fp32", "fp16"), ("fp16", "int8"), ("int8", "int4")):
         assert GATES[finer].mean_kl < GATES[coarser].mean_kl and GATES[finer].top1 > GATES[coarser].top1

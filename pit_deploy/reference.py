@@ -10,8 +10,9 @@ import numpy as np
 
 from pit_deploy.bundle import load_tokenizer
 from pit_deploy.chat import has_chat_template, render_directory
-from pit_deploy.checkpoint import Checkpoint, open_checkpoint
+from pit_deploy.checkpoint import Checkpoint, iterate_backbone, open_checkpoint
 from pit_deploy.errors import InputError
+from pit_deploy.folding import FINAL_NORM, fold_checkpoint, load_folded
 from pit_deploy.generation_config import checkpoint_end_ids
 from pit_deploy.golden import QUESTION, GoldenRecord, golden_prompts, logsumexp, record
 from pit_deploy.progress import Progress, silent
@@ -63,6 +64,7 @@ def calibrate(
             raise InputError(
                 f"--golden {reference} has {recorded.table_rows} table rows, the source {checkpoint.table_rows}."
             )
+        _check_same_model(checkpoint, recorded, reference)
     elif checkpoint.kind == "folded":
         raise InputError(
             f"{checkpoint.path} is folded already, so the training-time outputs cannot be recorded from it; pass "
@@ -93,6 +95,28 @@ def calibrate(
         opened, tokenizer.encode(calibration_text).ids, checkpoint.table_rows, progress
     )
     return Calibration(golden, moment, probabilities)
+
+
+def _check_same_model(folded: Checkpoint, recorded: Checkpoint, reference: str | Path) -> None:
+    """Raise `InputError` where a folded checkpoint is not the fold of the PIT checkpoint named for it.
+
+    Its tables are compared with the fold made anew, rounding to 16 bits aside, and its backbone by sample.
+    """
+    layout = folded.layout or "untied"
+    mine, anew = load_folded(folded, layout).tables, fold_checkpoint(recorded, layout).tables
+    pairs = [(name, getattr(mine, name), getattr(anew, name)) for name in vars(anew) if name != "layout"]
+    names = sorted(set(iterate_backbone(folded)) - {FINAL_NORM})
+    for name in names[:: max(1, len(names) // 16)]:
+        if name not in recorded.tensors:
+            raise InputError(f"--golden {reference} has no tensor {name}; it is another model.")
+        pairs.append((name, folded.read(name), recorded.read(name)))
+    for name, left, right in pairs:
+        if left.shape != right.shape or not np.allclose(
+            left, right, rtol=2e-2, atol=2e-2 * np.abs(right).mean()
+        ):
+            raise InputError(
+                f"--golden {reference} is not the PIT checkpoint that {folded.path} was folded from: {name} differs."
+            )
 
 
 def _statistics(

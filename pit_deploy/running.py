@@ -96,6 +96,10 @@ def encode_prompt(bundle: Bundle, prompt: str, *, chat: bool = False) -> list[in
     """The ids of a prompt: as the tokenizer has it, or as one user message in the chat template."""
     if not prompt.strip():
         raise InputError("The prompt is empty; give some text with --prompt.")
+    try:
+        prompt.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise InputError(f"The prompt is not valid text: character {error.start} is half a pair.") from error
     if not chat:
         return list(bundle.tokenizer.encode(prompt).ids)
     text = render_directory(bundle.path, [{"role": "user", "content": prompt}])

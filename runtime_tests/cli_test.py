@@ -27,10 +27,11 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["pit-deploy", *map(str, arguments)])
-        before = signal.getsignal(signal.SIGTERM)
+        before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGPIPE)}
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         captured = capsys.readouterr()
         return int(ended.value.code or 0), captured.out, captured.err
 
@@ -40,10 +41,12 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Path:
     """PIT checkpoint, fp32 and int8 bundles of the tiny model."""
-    from pit_deploy import convert, export
+    from pit_deploy import convert, export, fold
 
     room = tmp_path_factory.mktemp("made")
     convert(checkpoint, room / "pit")
+    convert(checkpoint, room / "strict", bridge=False, check=False)
+    fold(room / "pit", room / "untied")
     export(room / "pit", room / "fp32", weights="fp32")
     export(room / "pit", room / "int8")
     return room
@@ -65,6 +68,7 @@ def test_chain(call: Call, checkpoint: Path, tmp_path: Path):
     assert report["passed"]
     assert report["top1"] == 1.0
     assert report["positions"] >= 256
+    assert report["load_rss_bytes"] is not None
     assert report["greedy_equal"] == report["greedy_tokens"]
     assert "<svg" in (tmp_path / "report.html").read_text()
     status, out, _ = call("verify", bundle, "--source", pit, "--tokens", "300", "--json")
@@ -198,6 +202,21 @@ BAD = {
         ("run", "INT8", "--prompt", "x", "--threads", "100000"),
         "--threads 100000",
     ),
+    "a report on the bundle": (("verify", "INT8", "--html", "INT8"), "is a folder"),
+    "a report in the bundle": (("verify", "INT8", "--html", "INT8FILE"), "inside the bundle"),
+    "a report that is a folder": (("export", "PIT", "OUT", "--json", "EMPTY.json"), "is a folder"),
+    "a report nowhere": (("verify", "INT8", "--json", "nowhere/x.json"), "is not a folder"),
+    "golden that would be replaced": (
+        ("export", "UNTIED", "PIT", "--golden", "PIT", "--overwrite"),
+        "holds the input",
+    ),
+    "golden of another model": (("export", "UNTIED", "OUT", "--golden", "STRICT"), "was folded from"),
+    "empty output": (("export", "PIT", ""), "is empty; name"),
+    "tokens without source": (("verify", "INT8", "--tokens", "300"), "belongs to --source"),
+    "too many tokens": (("verify", "INT8", "--source", "PIT", "--tokens", "10000000"), "evaluation text has"),
+    "source nowhere": (("verify", "INT8", "--source", "nowhere"), "does not exist"),
+    "half a character": (("run", "INT8", "--prompt", "a\udcff"), "not valid text"),
+    "impossible generation config": (("export", "HOT", "OUT"), "temperature"),
     "wrong source of a bundle": (("verify", "INT8", "--source", "OTHER"), "is not the checkpoint"),
     "convert twice": (("convert", "PIT", "OUT"), "pit checkpoint already"),
     "half of a key pair": (("convert", "SRC", "OUT", "--memory-key", "z"), "belong together"),
@@ -212,6 +231,13 @@ def test_bad_input_is_one_sentence(
 ):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
+    (tmp_path / "empty.json").mkdir()
+    hot = tmp_path.parent / "hot"
+    if not hot.exists():
+        shutil.copytree(made / "pit", hot)
+        (hot / "generation_config.json").write_text(
+            '{"eos_token_id": 7, "do_sample": true, "temperature": "hot"}'
+        )
     places = {
         "OUT": tmp_path / "out",
         "PIT": made / "pit",
@@ -220,13 +246,20 @@ def test_bad_input_is_one_sentence(
         "EMPTY": tmp_path / "empty",
         "FILE": tmp_path / "file",
         "OTHER": checkpoint,
+        "EMPTY.json": tmp_path / "empty.json",
+        "INT8FILE": made / "int8" / "r.html",
+        "UNTIED": made / "untied",
+        "STRICT": made / "strict",
+        "HOT": hot,
     }
     arguments, message = BAD[case]
     status, _, err = call(*(places.get(a, a) for a in arguments))
     assert status == 2
     assert one_sentence(err), err
     assert message in err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "file"], "nothing half-written"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "empty.json", "file"], (
+        "nothing half-written"
+    )
 
 
 def test_no_new_tokens_is_fine(call: Call, made: Path):
@@ -432,3 +465,39 @@ def test_a_missing_framework_names_the_extra():
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "pip install 'pit-deploy[onnx]'" in done.stderr
+
+
+def test_options_that_may_stand_anywhere(call: Call, made: Path):
+    for arguments in (
+        ("--debug", "inspect", made / "int8", "--json"),
+        ("inspect", made / "int8", "--json", "--debug"),
+    ):
+        status, out, _ = call(*arguments)
+        assert status == 0
+        assert json.loads(out)["kind"] == "bundle"
+    status, out, _ = call("run", made / "int8", "--prompt", "--json", "--max-new-tokens", "1", "--json")
+    assert status == 0
+    assert len(json.loads(out)["prompt_ids"]) == len("--json")
+
+
+def test_a_closed_pipe_is_no_failed_check(made: Path):
+    command = f"{sys.executable} -m pit_deploy.cli inspect {made / 'int8'} --json"
+    line = f"{command} | head -c 1 > /dev/null; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() in ("0", "141")
+    assert done.stderr == ""
+
+
+def test_demo_on_a_tiny_model(call: Call, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pit_deploy import sample
+
+    monkeypatch.setattr(sample, "write_sample", lambda out, **_: shutil.copytree(checkpoint, out))
+    status, out, err = call("demo", tmp_path / "demo", "--json")
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["passed"]
+    assert [e["weights"] for e in result["exports"]] == ["fp32", "int8"]
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "<svg" in page
+    assert call("demo", tmp_path / "demo")[0] == 2, "an output that exists"
+    assert call("demo", tmp_path / "demo", "--overwrite")[0] == 0

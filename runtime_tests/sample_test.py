@@ -171,3 +171,29 @@ def test_chat_answers(int8: Path):
     done = command("run", int8, "--chat", "--prompt", QUESTION, "--json", "-")
     assert done.returncode == 0, done.stderr
     assert "Paris" in json.loads(done.stdout)["text"]
+
+
+def test_demo_takes_at_most_five_minutes(room: Path):
+    seconds, _ = measured("demo", room / "demo")
+    print(f"\ndemo: {seconds:.0f} s")
+    assert seconds <= 300
+    assert (room / "demo" / "report.html").stat().st_size > 10_000
+
+
+def test_installs_without_frameworks(room: Path):
+    """`pip install .` in a clean environment: no torch, quick help, errors that name the extra."""
+    import venv
+
+    venv.create(room / "venv", with_pip=True)
+    python = room / "venv" / "bin" / "python"
+    checkout = Path(__file__).parent.parent
+    subprocess.run([python, "-m", "pip", "install", "--quiet", str(checkout)], check=True)
+    tool = room / "venv" / "bin" / "pit-deploy"
+    start = time.perf_counter()
+    assert subprocess.run([tool, "--help"], capture_output=True, check=False).returncode == 0
+    assert time.perf_counter() - start < 1
+    listed = subprocess.run([python, "-m", "pip", "list"], capture_output=True, text=True, check=True).stdout
+    assert "torch" not in listed
+    done = subprocess.run([tool, "convert", "a", "b"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "pit-deploy[onnx]" in done.stderr
