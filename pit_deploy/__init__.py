@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pit_deploy.benchmark import bench as bench
     from pit_deploy.bundle import Bundle as Bundle
     from pit_deploy.conversion import convert as convert
     from pit_deploy.errors import PitDeployError as PitDeployError
@@ -28,6 +29,7 @@ _PLACES = {
     "PITForCausalLM": "model",
     "PITInterface": "interface",
     "PitDeployError": "errors",
+    "bench": "benchmark",
     "convert": "conversion",
     "export": "exporting",
     "fold": "folding",

@@ -6,12 +6,16 @@ dictionary. Names are those of the Hugging Face configs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import copy
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pit_deploy.errors import InputError
-from pit_deploy.rope import RopeConfig
+from pit_deploy.rope import RopeConfig, check_theta
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,11 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family(norm_offset=1.0, scaled_embedding=True, exportable=False),
     "gemma3_text": Family(norm_offset=1.0, scaled_embedding=True, qk_norm=True, exportable=False),
 }
+
+_KNOWN_BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$")
+"""Derived numbers that older checkpoints carry; the rotation's tables are computed anew."""
+
+_FIRST_NUMBER = re.compile(r"^[^0-9]*\.(\d{1,9})\.")
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
@@ -94,12 +103,12 @@ class DecoderConfig:
                 f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads "
                 f"{key_value_heads}; correct one of them."
             )
-        if not full.get("head_dim") and hidden_size % heads:
+        if full.get("head_dim") is None and hidden_size % heads:
             raise InputError(
                 f"config.json: hidden_size {hidden_size} is not a multiple of num_attention_heads {heads} "
                 f"and head_dim is not given; add head_dim."
             )
-        head_dim = int(full.get("head_dim") or hidden_size // heads)
+        head_dim = _positive(full, "head_dim", default=hidden_size // heads)
         if head_dim % 2:
             raise InputError(
                 f"config.json: head_dim {head_dim} is odd; rotary positions need an even number."
@@ -120,7 +129,7 @@ class DecoderConfig:
             num_attention_heads=heads,
             num_key_value_heads=key_value_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(full.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=_epsilon(full),
             hidden_act=activation,
             max_position_embeddings=_positive(full, "max_position_embeddings"),
             tie_word_embeddings=bool(full.get("tie_word_embeddings", False)),
@@ -158,6 +167,85 @@ class DecoderConfig:
         return shapes
 
 
+def check_tensors(config: DecoderConfig, shapes: Mapping[str, tuple[int, ...]], where: object) -> None:
+    """Compare a backbone's tensors, tables left out, with those that `config` makes.
+
+    Raises `InputError`, which begins with `where`, for all that are missing, unknown or of another shape.
+    """
+    found = {name: shape for name, shape in shapes.items() if not _KNOWN_BUFFERS.search(name)}
+    layers = layer_count(found)
+    if layers is not None and config.num_hidden_layers > layers:  # named before a table of them all is made
+        raise InputError(too_many_layers(where, config.num_hidden_layers, layers))
+    refuse_misfits(config.backbone_shapes(), found, f"{where}", config.model_type)
+
+
+def refuse_misfits(
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    where: object,
+    model_type: str,
+) -> None:
+    """Raise `InputError` where `found` is not `expected`, with the tensors of each kind of fault by name."""
+    wrong = sorted(name for name in found.keys() & expected.keys() if found[name] != expected[name])
+    faults = [
+        ("missing", sorted(expected.keys() - found.keys())),
+        ("not part of this architecture", sorted(found.keys() - expected.keys())),
+        ("of another shape", [f"{n} {list(found[n])} instead of {list(expected[n])}" for n in wrong]),
+    ]
+    named = [f"{len(names)} {kind} ({_listed(names)})" for kind, names in faults if names]
+    if named:
+        raise InputError(
+            f"{where}: the tensors do not fit config.json (model_type {model_type}): {'; '.join(named)}; correct "
+            f"config.json or the checkpoint."
+        )
+
+
+def layer_count(names: Iterable[str]) -> int | None:
+    """One more than the largest number that is the first in a tensor's name; None where no name has one."""
+    numbers = [int(match.group(1)) for match in map(_FIRST_NUMBER.search, names) if match]
+    return 1 + max(numbers) if numbers else None
+
+
+def too_many_layers(where: object, said: int, found: int, field: str = "num_hidden_layers") -> str:
+    """The sentence for a config that asks for more layers than there are."""
+    return (
+        f"{where}: config.json says {field} {said}, and the weights have {found} layers; correct "
+        f"config.json or fetch the missing files."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def check_runnable(full: Mapping[str, Any]) -> None:
+    """Raise `InputError` for a rope kind, a base period or an activation that transformers does not have.
+
+    `full` is a config with its defaults, as `PretrainedConfig.to_dict` makes it. The library itself looks these words
+    up when it builds the model.
+    """
+    from pit_deploy.extras import require
+
+    kinds = ("default", *require("transformers.modeling_rope_utils", "onnx").ROPE_INIT_FUNCTIONS)
+    rope = full.get("rope_parameters") or {}
+    for part in [value for value in rope.values() if isinstance(value, Mapping)] or [rope]:
+        kind = part.get("rope_type", part.get("type", "default"))
+        if kind not in kinds:
+            raise InputError(
+                f"config.json: the rope kind {kind!r} is not known; known are {', '.join(kinds)}."
+            )
+        if part:
+            check_theta(part.get("rope_theta", full.get("rope_theta", 10000.0)), kind)
+    activations = require("transformers.activations", "onnx").ACT2FN
+    for field in ("hidden_act", "hidden_activation", "activation_function"):
+        name = full.get(field)
+        if name is not None and name not in activations:
+            raise InputError(
+                f"config.json: {field} {name!r} is not known to transformers; known are "
+                f"{', '.join(sorted(activations))}."
+            )
+
+
 def supported_families() -> list[str]:
     """The `model_type` values that the exporters build."""
     return [name for name, family in FAMILIES.items() if family.exportable]
@@ -180,10 +268,28 @@ def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     if model_type not in mapping:
         raise InputError(f"config.json: transformers does not know the model_type '{model_type}'.")
     try:
-        return dict(mapping[model_type].from_dict(dict(config)).to_dict())
+        with quiet():  # transformers writes into what it is given
+            return dict(mapping[model_type].from_dict(copy.deepcopy(dict(config))).to_dict())
     except Exception as error:  # transformers raises many kinds; each is about the user's config
         reason = " ".join(str(error).split())
         raise InputError(f"config.json: transformers refuses this config: {reason}") from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' own bars and remarks; what matters is reported by pit-deploy."""
+    from pit_deploy.extras import require
+
+    logging = require("transformers", "onnx").logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _positive(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
@@ -195,10 +301,17 @@ def _positive(config: Mapping[str, Any], field: str, default: int | None = None)
     return value
 
 
+def _epsilon(config: Mapping[str, Any]) -> float:
+    value = config.get("rms_norm_eps", 1e-6)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise InputError(f"config.json: rms_norm_eps is {value!r}; it must be a number, 0 or above.")
+    return float(value)
+
+
 def _sliding_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if not window:
+    if not config.get("sliding_window"):
         return (None,) * layers
+    window = _positive(config, "sliding_window")
     kinds = config.get("layer_types") or (
         ["full_attention" if config.get("use_sliding_window") is False else "sliding_attention"] * layers
     )
@@ -206,7 +319,7 @@ def _sliding_windows(config: Mapping[str, Any], layers: int) -> tuple[int | None
         raise InputError(
             f"config.json: layer_types has {len(kinds)} entries and num_hidden_layers is {layers}; make them agree."
         )
-    known = {"full_attention": None, "sliding_attention": int(window)}
+    known = {"full_attention": None, "sliding_attention": window}
     unknown = sorted({k for k in kinds if k not in known})
     if unknown:
         raise InputError(

@@ -10,7 +10,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pit_deploy.architecture import DecoderConfig
+from pit_deploy.architecture import DecoderConfig, check_runnable, check_tensors, layer_count
 from pit_deploy.errors import InputError
 from pit_deploy.rope_test import BASE
 
@@ -65,8 +65,60 @@ def test_windows_follow_the_layer_types():
         ({"hidden_act": "mish"}, "hidden_act 'mish' is not supported"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"head_dim": 15}, "15"),
+        ({"head_dim": -8}, "head_dim is -8"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"model_type": "mistral", "sliding_window": -1}, "sliding_window is -1"),
     ],
 )
 def test_bad_sizes_are_named(fields, message):
     with pytest.raises(InputError, match=message):
         DecoderConfig.from_hf({**BASE, **fields})
+
+
+def test_a_config_of_many_layers_is_refused_without_a_list_of_them():
+    config = DecoderConfig.from_hf({**BASE, "num_hidden_layers": 50_000_000})
+    shapes = DecoderConfig.from_hf(BASE).backbone_shapes()
+    with pytest.raises(InputError, match="num_hidden_layers 50000000, and the weights have 2 layers"):
+        check_tensors(config, shapes, "here")
+
+
+def test_long_lists_of_tensors_are_cut():
+    shapes = DecoderConfig.from_hf(BASE).backbone_shapes()
+    with pytest.raises(InputError, match=r"^here: .* 18 not part of this architecture \(.* and 10 more\)"):
+        check_tensors(
+            DecoderConfig.from_hf({**BASE, "num_hidden_layers": 2}), shapes | extra_layers(shapes), "here"
+        )
+
+
+def extra_layers(shapes):
+    return {
+        k.replace("layers.1.", f"layers.{n}."): v
+        for k, v in shapes.items()
+        if "layers.1." in k
+        for n in (2, 3)
+    }
+
+
+def test_layers_are_counted_by_names():
+    names = ["model.layers.3.mlp.experts.77.up.weight", "model.layers.0.x", "model.norm.weight"]
+    assert layer_count(names) == 4
+    assert layer_count(["transformer.h.11.attn.weight"]) == 12
+    assert layer_count(["model.norm.weight"]) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "banana"}},
+            "'banana' is not known; known are default, linear, dynamic",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "banana"}}}, "'banana' is not known"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1}}, "rope_theta is 1"),
+        ({"hidden_act": "swiglu"}, "hidden_act 'swiglu' is not known to transformers; known are gelu"),
+        ({"activation_function": "swiglu"}, "activation_function 'swiglu'"),
+    ],
+)
+def test_words_that_transformers_does_not_have(fields, message):
+    with pytest.raises(InputError, match=message):
+        check_runnable(fields)

@@ -16,10 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pit_deploy.architecture import FAMILIES, with_defaults
+from pit_deploy.architecture import (
+    FAMILIES,
+    DecoderConfig,
+    check_tensors,
+    layer_count,
+    too_many_layers,
+    with_defaults,
+)
 from pit_deploy.errors import InputError
 from pit_deploy.extras import require
-from pit_deploy.json_files import read_json
+from pit_deploy.initialize import check_finite
+from pit_deploy.json_files import read_json, read_json_if_there
+from pit_deploy.own_records import OWN_VERSION as OWN_VERSION
+from pit_deploy.own_records import check_own_record, check_own_tensors
 from pit_deploy.sources import download, write_gguf_as_hf
 from pit_deploy.weight_files import TensorInfo, read_index
 
@@ -33,20 +43,25 @@ EMBEDDING_KEYS = (
     "model.decoder.embed_tokens.weight",
 )
 HEAD_KEYS = ("lm_head.weight", "embed_out.weight")
-OWN_VERSION = 1
-"""The newest `pit` and `pit_fold` record that is read, and the one that is written."""
 
 
 @dataclass
 class Checkpoint:
-    """An opened checkpoint directory. `kind` is `plain`, `pit`, or `folded` (by pit-deploy)."""
+    """An opened checkpoint directory. `kind` is `plain`, `pit`, or `folded` (by pit-deploy).
+
+    `label` is what messages call it: what the user named, where `path` is a temporary directory.
+    """
 
     path: Path
     name: str
     config: dict[str, Any]
     tensors: dict[str, TensorInfo]
     notes: list[str] = field(default_factory=list)
+    label: str = ""
     _resources: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def __post_init__(self) -> None:
+        self.label = self.label or str(self.path)
 
     @property
     def kind(self) -> str:
@@ -112,7 +127,7 @@ class Checkpoint:
         """The tensor as stored. Raises `InputError` where it is missing or its file cannot be read."""
         info = self.tensors.get(name)
         if info is None:
-            raise InputError(f"{self.path}: the tensor {name} is missing.")
+            raise InputError(f"{self.label}: the tensor {name} is missing.")
         import safetensors
 
         require("torch", "onnx")
@@ -121,6 +136,13 @@ class Checkpoint:
                 tensor: torch.Tensor = file.get_tensor(name)
         except (safetensors.SafetensorError, OSError) as error:
             raise InputError(f"{info.file}: {name} cannot be read: {error}; fetch the file again.") from error
+        return tensor
+
+    def read_finite(self, name: str) -> torch.Tensor:
+        """As `read_torch`; raises `InputError` too for values that are not finite, with their count and place."""
+        tensor = self.read_torch(name)
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            check_finite(np.atleast_1d(tensor.double().numpy()), f"{self.label}: {name}")
         return tensor
 
     def is_tokenized(self) -> bool:
@@ -142,7 +164,7 @@ class Checkpoint:
         numbers = f"vocab_size {said}, table rows {rows}, tokenizer length {tokens}"
         if tokens > rows:
             raise InputError(
-                f"{self.path}: the tokenizer knows {tokens} ids but the token table has fewer rows "
+                f"{self.label}: the tokenizer knows {tokens} ids but the token table has fewer rows "
                 f"({numbers}); resize the table to the tokenizer before exporting."
             )
         if said != rows:
@@ -158,17 +180,16 @@ class Checkpoint:
         """
         if self.kind == "pit" or self.layout == "shared":
             return
+        self.check_width()
         shape = self.tensors[self.embedding_key].shape
-        hidden_size = self.config.get("hidden_size")
-        if len(shape) != 2 or hidden_size not in (None, shape[1]):
+        if len(shape) != 2:
             raise InputError(
-                f"{self.path}: {self.embedding_key} has shape {list(shape)}, config.json asks for "
-                f"[vocab_size, {hidden_size}]."
+                f"{self.label}: {self.embedding_key} has shape {list(shape)}; 2 dimensions are due."
             )
         heads = [key for key in HEAD_KEYS if key in self.tensors]
         if not self.tied and not heads:
             raise InputError(
-                f"{self.path}: config.json says tie_word_embeddings false, but {HEAD_KEYS[0]} is in none of "
+                f"{self.label}: config.json says tie_word_embeddings false, but {HEAD_KEYS[0]} is in none of "
                 f"{', '.join(sorted({i.file.name for i in self.tensors.values()}))}; add the tensor, or set "
                 f"tie_word_embeddings to true if the head is the embedding."
             )
@@ -178,9 +199,27 @@ class Checkpoint:
             shapes = [self.tensors[key].shape for key in (self.embedding_key, self.head_key)]
             if shapes[0] != shapes[1]:
                 raise InputError(
-                    f"{self.path}: {self.embedding_key} has shape {list(shapes[0])} and {self.head_key} "
+                    f"{self.label}: {self.embedding_key} has shape {list(shapes[0])} and {self.head_key} "
                     f"{list(shapes[1])}; they must be equal."
                 )
+
+    def check_width(self) -> None:
+        """Raise `InputError` where the config's `hidden_size` is not the width of the token tables."""
+        tables = [key for key in ("pit.memory", "pit.table", *EMBEDDING_KEYS) if key in self.tensors]
+        for name in ("hidden_size", "n_embd"):
+            said = self.config.get(name)
+            for key in tables if said is not None else ():
+                shape = self.tensors[key].shape
+                if len(shape) != 2 or shape[1] != said:
+                    raise InputError(
+                        f"{self.label}: {key} has shape {list(shape)}, config.json asks for [vocab_size, {said}] "
+                        f"({name}); correct config.json or the checkpoint."
+                    )
+
+    def check_companions(self) -> None:
+        """Raise `InputError` where a JSON file that is carried along is none, before a later command meets it."""
+        for name in ("tokenizer_config.json", "generation_config.json"):
+            read_json_if_there(self.path / name)
 
     def note(self, text: str) -> None:
         """Keep a remark for the user, once."""
@@ -195,14 +234,14 @@ class Checkpoint:
         embedding, head = self.read_torch(self.embedding_key), self.read_torch(key)
         if embedding.shape != head.shape:
             raise InputError(
-                f"{self.path}: config.json says tie_word_embeddings true, but {key} {list(head.shape)} and "
+                f"{self.label}: config.json says tie_word_embeddings true, but {key} {list(head.shape)} and "
                 f"{self.embedding_key} {list(embedding.shape)} differ in shape; correct one of them."
             )
         pairs = zip(embedding.split(8192), head.split(8192), strict=True)
         difference = max(float((a.float() - b.float()).abs().max()) for a, b in pairs)
         if not difference == 0:  # NaN differs too
             raise InputError(
-                f"{self.path}: config.json says tie_word_embeddings true, but {key} differs from "
+                f"{self.label}: config.json says tie_word_embeddings true, but {key} differs from "
                 f"{self.embedding_key} by up to {difference:.3g}; set tie_word_embeddings to false to keep "
                 f"both, or delete {key}."
             )
@@ -212,25 +251,27 @@ class Checkpoint:
         for key in keys:
             if key in self.tensors:
                 return key
-        raise InputError(f"{self.path}: no token table is there; looked for {', '.join(keys)}.")
+        raise InputError(f"{self.label}: no token table is there; looked for {', '.join(keys)}.")
 
 
-def open_checkpoint(source: str | Path, *, weights: bool = True) -> Checkpoint:
+def open_checkpoint(
+    source: str | Path, *, weights: bool = True, label: str | Path | None = None
+) -> Checkpoint:
     """Open a Hugging Face directory, a .gguf file or a hub id ("owner/name").
 
-    Weights are not read; with `weights` false a directory may also hold none. Raises `InputError` for
-    anything that is not a usable checkpoint.
+    Weights are not read; with `weights` false a directory may also hold none. `label` is what messages call it
+    (None: `source`). Raises `InputError` for anything that is not a usable checkpoint.
     """
     path = Path(source)
     try:
         if path.is_dir():
-            return _open_directory(path, path.resolve().name, weights=weights)
+            return _open_directory(path, path.resolve().name, weights=weights, label=label)
         if path.is_file():
             return _open_file(path)
     except PermissionError as error:
         raise InputError(f"{error.filename or path} may not be read by this user.") from error
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", str(source)):
-        return _open_directory(download(str(source)), str(source), weights=weights)
+        return _open_directory(download(str(source)), str(source), weights=weights, label=label or source)
     raise InputError(
         f"{source} does not exist; give a checkpoint directory, a GGUF file or a hub id owner/name."
     )
@@ -246,7 +287,25 @@ def table_keys(names: Iterable[str]) -> tuple[str, str]:
     return EMBEDDING_KEYS[0], HEAD_KEYS[0]
 
 
-def _open_directory(path: Path, name: str, *, weights: bool = True) -> Checkpoint:
+def check_backbone_tensors(checkpoint: Checkpoint, config: DecoderConfig) -> None:
+    """Compare the headers with the config before any work: the backbone's tensors, and the width of the tables.
+
+    `config` is that of `checkpoint.backbone_config`. Raises `InputError` that lists what is missing, unknown or of
+    another shape.
+    """
+    checkpoint.check_width()
+    check_tensors(config, backbone_shapes(checkpoint), checkpoint.label)
+
+
+def backbone_shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Every tensor but the token tables and PIT's own, with its shape as its file's header says."""
+    return {name: checkpoint.tensors[name].shape for name in iterate_backbone(checkpoint)}
+
+
+def _open_directory(
+    path: Path, name: str, *, weights: bool = True, label: str | Path | None = None
+) -> Checkpoint:
+    _refuse_bundle(path)
     if not (path / "config.json").is_file():
         found = ", ".join(sorted(p.name for p in path.iterdir())[:5]) or "an empty folder"
         raise InputError(f"{path} is not a checkpoint: config.json is missing (found {found}).")
@@ -260,12 +319,13 @@ def _open_directory(path: Path, name: str, *, weights: bool = True) -> Checkpoin
             f"{path / 'config.json'}: the weights are quantised already ({method or 'method not named'}); give "
             f"the float checkpoint they were made from."
         )
-    _check_own_record(path, config)
-    checkpoint = Checkpoint(path, name, config, read_index(path) if weights or _has_weights(path) else {})
-    if checkpoint.kind == "pit":
-        _check_pit_tensors(checkpoint)
-    if checkpoint.layout == "shared":
-        _check_shapes(checkpoint, "pit.table", ("pit.head_map", "pit.embedding_map"))
+    check_own_record(path, config)
+    tensors = read_index(path) if weights or _has_weights(path) else {}
+    checkpoint = Checkpoint(path, name, config, tensors, label=str(label or ""))
+    _check_layer_count(checkpoint)
+    check_own_tensors(config, {name: info.shape for name, info in tensors.items()}, checkpoint.label)
+    if checkpoint.kind == "pit" or checkpoint.layout == "shared":
+        checkpoint.check_width()
     if "auto_map" in config and checkpoint.model_type not in FAMILIES:
         checkpoint.note("the checkpoint asks for its own Python code (auto_map), which is never run")
     return checkpoint
@@ -275,64 +335,28 @@ def _has_weights(path: Path) -> bool:
     return any(path.glob("*.safetensors*")) or any(path.glob("*.bin"))
 
 
-def _check_own_record(path: Path, config: dict[str, Any]) -> None:
-    """The fields `pit` and `pit_fold` of config.json: known version, known words."""
-    file = path / "config.json"
-    words: dict[str, dict[str, tuple[str, ...]]] = {
-        "pit": {"memory": ("frozen", "stiefel"), "bridge": ("none", "scalar", "matrix")},
-        "pit_fold": {"layout": ("untied", "shared")},
-    }
-    for key, allowed in words.items():
-        own = config.get(key)
-        if own is None:
-            continue
-        version = own.get("version") if isinstance(own, dict) else None
-        if not isinstance(version, int):
-            raise InputError(f"{file}: the field {key} must be an object with a version number.")
-        if version > OWN_VERSION:
-            raise InputError(
-                f"{file}: {key}.version is {version} and this pit-deploy reads up to {OWN_VERSION}; update "
-                f"pit-deploy."
-            )
-        for name, values in allowed.items():
-            if own.get(name) not in values:
-                raise InputError(
-                    f"{file}: {key}.{name} is {own.get(name)!r}; it must be {' or '.join(values)}."
-                )
+def _refuse_bundle(path: Path) -> None:
+    """A bundle has a config.json and safetensors too, but no weights that could be converted or folded."""
+    from pit_deploy.manifest import FORMAT
 
-
-def _check_pit_tensors(checkpoint: Checkpoint) -> None:
-    """The interface's tensors are there, have fitting shapes, and are those that config.json announces."""
-    bridge = checkpoint.config["pit"]["bridge"]
-    _check_shapes(
-        checkpoint, "pit.memory", ("pit.cholesky", "pit.bridge") if bridge == "matrix" else ("pit.cholesky",)
-    )
-    announced = {"matrix": {"pit.bridge"}, "scalar": {"pit.embedding_multiplier"}}.get(bridge, set())
-    found = {"pit.bridge", "pit.embedding_multiplier"} & set(checkpoint.tensors)
-    if found != announced:
+    try:
+        found = read_json_if_there(path / "manifest.json").get("format")
+    except InputError:  # someone else's manifest.json
+        return
+    if found == FORMAT:
         raise InputError(
-            f"{checkpoint.path}: config.json says pit.bridge {bridge}, which goes with "
-            f"{', '.join(announced) or 'no tensor'}, and the checkpoint has {', '.join(sorted(found)) or 'none'}."
+            f"{path} is a bundle, which pit-deploy export wrote, and no checkpoint; give the checkpoint that it was "
+            f"made from."
         )
-    if bridge == "scalar" and checkpoint.tensors["pit.embedding_multiplier"].shape != ():
-        raise InputError(f"{checkpoint.path}: pit.embedding_multiplier must be a single number of shape [].")
 
 
-def _check_shapes(checkpoint: Checkpoint, table: str, maps: Iterable[str]) -> None:
-    missing = [name for name in (table, *maps) if name not in checkpoint.tensors]
-    if missing:
-        raise InputError(f"{checkpoint.path}: the tensors {', '.join(missing)} are missing.")
-    shape = checkpoint.tensors[table].shape
-    if len(shape) != 2:
-        raise InputError(
-            f"{checkpoint.path}: {table} has shape {list(shape)}; [vocab_size, hidden_size] is due."
-        )
-    for name in maps:
-        if checkpoint.tensors[name].shape != (shape[1], shape[1]):
-            raise InputError(
-                f"{checkpoint.path}: {table} is {list(shape)} and {name} {list(checkpoint.tensors[name].shape)}; "
-                f"the second must be {[shape[1], shape[1]]}."
-            )
+def _check_layer_count(checkpoint: Checkpoint) -> None:
+    """A config that asks for more layers than there are: building them starts with room for them all."""
+    layers = layer_count(backbone_shapes(checkpoint))
+    for field_name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        said = checkpoint.config.get(field_name)
+        if layers is not None and isinstance(said, int) and said > layers:
+            raise InputError(too_many_layers(checkpoint.label, said, layers, field_name))
 
 
 def _open_file(file: Path) -> Checkpoint:
@@ -352,7 +376,7 @@ def _open_gguf(file: Path) -> Checkpoint:
     directory = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="pit-deploy-gguf-")))
     try:
         write_gguf_as_hf(file, directory)
-        checkpoint = _open_directory(directory, file.stem)
+        checkpoint = _open_directory(directory, file.stem, label=file)
     except BaseException:
         resources.close()
         raise

@@ -14,7 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pit_deploy.checkpoint import open_checkpoint, outlier_rows
+from pit_deploy.architecture import DecoderConfig
+from pit_deploy.checkpoint import check_backbone_tensors, open_checkpoint, outlier_rows
 from pit_deploy.errors import InputError
 from pit_deploy.json_files import read_json
 from pit_deploy.weight_files import cast, write_safetensors
@@ -298,6 +299,21 @@ def test_pickles_are_never_opened(tiny_checkpoint: Write) -> None:
             "pit.version is 9 and this pit-deploy reads up to 1; update",
         ),
         (b'{"model_type": "pit", "pit": true}', "field pit must be an object"),
+        (b'{"model_type": "pit", "pit": {"version": true}}', "pit must be an object with a version number"),
+        (b'{"model_type": "pit", "pit": {"version": -3}}', "pit.version is -3; versions start at 1"),
+        (b'{"model_type": "x", "pit": {"version": 1}, "pit_fold": {"version": 1}}', "exclude each other"),
+        (
+            b'{"model_type": "pit", "pit": {"version": 1, "memory": "frozen", "bridge": "none"}}',
+            "pit.backbone_model_type is None",
+        ),
+        (
+            b'{"model_type": "x", "pit_fold": {"version": 1, "layout": "untied", "folds": 7}}',
+            "pit_fold.folds is 7; it must be a list of names",
+        ),
+        (
+            b'{"model_type": "llama", "num_hidden_layers": 3}',
+            "num_hidden_layers 3, and the weights have 2 layers",
+        ),
         (
             b'{"model_type": "x", "pit_fold": {"version": 1, "layout": "round"}}',
             "layout is 'round'; it must be untied or shared",
@@ -333,8 +349,9 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
     [
         (b"", r"is not a GGUF file: it starts with b'' \(0 bytes\)"),
         (b"PK\x03\x04zip", r"is not a GGUF file: it starts with b'PK"),
-        (b"GGUF" + b"\xff" * 60, "cannot be read as GGUF"),
-        (b"GGUF\x03\0\0\0", "cannot be read as GGUF"),
+        (b"GGUF" + b"\xff" * 60, r"cannot be read as GGUF: it is damaged \(64 bytes, .*fetch it again"),
+        (b"GGUF\x03\0\0\0", r"cannot be read as GGUF: it is damaged \(8 bytes, "),
+        (b"GGUF\x03\0\0\0" + b"garbage!" * 20, r"cannot be read as GGUF: it is damaged \(168 bytes, "),
     ],
 )
 def test_damaged_gguf(tmp_path: Path, content: bytes, message: str) -> None:
@@ -390,3 +407,43 @@ def test_cast() -> None:
     assert cast("t", torch.ones(2, dtype=torch.int64), "float16").dtype == torch.int64
     with pytest.raises(InputError, match=r"t reaches 7e\+04, which is not a finite float16"):
         cast("t", torch.tensor([-7e4, 1.0]), "float16")
+
+
+def test_a_bundle_is_no_checkpoint(tmp_path: Path) -> None:
+    for name in ("config.json", "golden.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "manifest.json").write_text('{"format": "pit-deploy bundle"}')
+    with pytest.raises(InputError, match="is a bundle, which pit-deploy export wrote, and no checkpoint"):
+        open_checkpoint(tmp_path)
+    for other in ("{", '{"format": "web app"}'):
+        (tmp_path / "manifest.json").write_text(other)
+        with pytest.raises(InputError, match="model_type is missing"):
+            open_checkpoint(tmp_path)
+
+
+def test_messages_name_what_the_user_gave(tiny_checkpoint: Write) -> None:
+    directory = tiny_checkpoint()
+    assert open_checkpoint(directory).label == str(directory)
+    with pytest.raises(InputError, match=r"^model\.gguf: the tensor nonsense is missing"):
+        open_checkpoint(directory, label="model.gguf").read_torch("nonsense")
+
+
+def test_headers_against_the_config(tiny_checkpoint: Write) -> None:
+    directory = tiny_checkpoint()
+
+    def check() -> None:
+        checkpoint = open_checkpoint(directory)
+        check_backbone_tensors(checkpoint, DecoderConfig.from_hf(checkpoint.backbone_config))
+
+    check()
+    for fields, message in (
+        ({"intermediate_size": 41}, r"6 of another shape .*\[24, 40\] instead of \[24, 41\]"),
+        ({"num_hidden_layers": 1, "intermediate_size": 40}, "9 not part of this architecture"),
+        (
+            {"num_hidden_layers": 2, "hidden_size": 32},
+            r"\[263, 24\], config.json asks for \[vocab_size, 32\]",
+        ),
+    ):
+        _change_config(directory, **fields)
+        with pytest.raises(InputError, match=message):
+            check()

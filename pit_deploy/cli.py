@@ -321,6 +321,66 @@ def run(
         console.print_generation(answer)
 
 
+@app.command(rich_help_panel="Bundles")
+def bench(
+    bundles: Annotated[list[Path], typer.Argument(metavar="BUNDLE...")],
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(help="CPU threads; repeat for several. [dim]\\[default: 1 and 2][/]"),
+    ] = None,
+    prompt_tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Length of a prompt; repeat for several. [dim]\\[default: 128 and 512][/]"),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens decoded for a sample.")] = 32,
+    depth: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0,
+            help="Tokens in the cache before decoding; repeat for several. [dim]\\[default: 0 and 512][/]",
+        ),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Samples of each figure.")] = 5,
+    against: Annotated[list[str] | None, typer.Option(help="llama.cpp or genai; repeat for both.")] = None,
+    gguf: Annotated[
+        Path | None, typer.Option(help="File for llama.cpp; the sample's own by default.")
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option(help="Checkpoint for genai; looked for beside the bundle by default.")
+    ] = None,
+    json: Json = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the result: an .svg or .png file.")] = None,
+) -> None:
+    """Measure speed, memory and size, alone or against llama.cpp and onnxruntime-genai in the same run."""
+    from pit_deploy.benchmark import bench as call
+
+    if plot is not None:
+        from pit_deploy.benchmark.plot import check_plot
+
+        check_plot(plot)
+    with bars(json) as progress:
+        report = call(
+            bundles,
+            threads=threads,
+            prompt_tokens=prompt_tokens or (128, 512),
+            new_tokens=new_tokens,
+            depths=depth or (0, 512),
+            repeats=repeats,
+            against=against or (),
+            gguf=gguf,
+            source=source,
+            progress=progress,
+        )
+    if plot is not None:
+        from pit_deploy.benchmark.plot import plot as draw
+
+        draw(report, plot)
+    if not emit(json, report.to_dict()):
+        from pit_deploy.benchmark.console import print_bench
+
+        print_bench(report)
+
+
 @app.command(rich_help_panel="Start here")
 def demo(
     out: Annotated[Path, typer.Argument(help="Folder to write.")] = Path("demo"),

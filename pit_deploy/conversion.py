@@ -105,11 +105,11 @@ def convert(
             raise InputError(
                 f"{source} is a {checkpoint.kind} checkpoint already; convert takes the model it came from."
             )
+        checkpoint.check_companions()
         if not checkpoint.tensors:
             report = _from_scratch(checkpoint, Path(out), bridge, memory, dtype, seed, overwrite)
         else:
-            if checkpoint.is_tokenized() and not memory_key:
-                checkpoint.check_vocabulary()
+            _check_headers(checkpoint, memory_key, cholesky_key, check=check)
             progress("convert", 0, 4)
             if memory_key and cholesky_key:
                 interface, report = _from_elsewhere(checkpoint, memory_key, cholesky_key, out)
@@ -146,14 +146,44 @@ def _check_options(
         raise InputError("--init random and --memory-key exclude each other; give one of them.")
 
 
-def _polar(checkpoint: Checkpoint, bridge: bool, out: str | Path) -> tuple[Interface, ConversionReport]:
-    checkpoint.check_tables()
+def _check_headers(
+    checkpoint: Checkpoint, memory_key: str | None, cholesky_key: str | None, *, check: bool
+) -> None:
+    """All that can be known of the source before a weight is read or a model is built."""
+    from pit_deploy.model import check_fits
+
     if "lm_head.bias" in checkpoint.tensors:
         raise InputError(
-            f"{checkpoint.path}: lm_head.bias is a bias on the logits, which PIT has no place for."
+            f"{checkpoint.label}: lm_head.bias is a bias on the logits, which PIT has no place for."
         )
+    if memory_key and cholesky_key:
+        shape = _given_shape(checkpoint, memory_key, cholesky_key)
+        check_fits(checkpoint, shape[0], skip={memory_key, cholesky_key})
+        return
+    if checkpoint.is_tokenized():
+        checkpoint.check_vocabulary()
+    checkpoint.check_width()
+    check_fits(checkpoint)
+
+
+def _given_shape(checkpoint: Checkpoint, memory_key: str, cholesky_key: str) -> tuple[int, ...]:
+    """[V, d] of a memory trained elsewhere, which its factor fits."""
+    for key in (memory_key, cholesky_key):
+        if key not in checkpoint.tensors:
+            raise InputError(f"{checkpoint.label}: the tensor {key} is missing.")
+    shape, square = (checkpoint.tensors[key].shape for key in (memory_key, cholesky_key))
+    if len(shape) != 2 or square != (shape[1],) * 2:
+        raise InputError(
+            f"{checkpoint.label}: {memory_key} {list(shape)} and {cholesky_key} {list(square)} do not fit "
+            f"together; [V, d] and [d, d] are expected."
+        )
+    return shape
+
+
+def _polar(checkpoint: Checkpoint, bridge: bool, out: str | Path) -> tuple[Interface, ConversionReport]:
+    checkpoint.check_tables()
     table = checkpoint.read(checkpoint.head_key)
-    factors = polar(table, name=f"{checkpoint.path}: {checkpoint.head_key}")
+    factors = polar(table, name=f"{checkpoint.label}: {checkpoint.head_key}")
     report = _report(out, "polar", "matrix" if bridge else "none", factors.memory, factors.condition)
     report.outlier_rows = [int(i) for i in outlier_rows(table)]
     del table
@@ -185,7 +215,7 @@ def _least_squares_bridge(
 ) -> tuple[np.ndarray, float]:
     """`B = Wᵀ E_in`, which minimises `||Z T⁻¹ B - E_in||`, and what it leaves, relative to `||E_in||`."""
     embedding = checkpoint.read(checkpoint.embedding_key)
-    check_finite(embedding, f"{checkpoint.path}: {checkpoint.embedding_key}")
+    check_finite(embedding, f"{checkpoint.label}: {checkpoint.embedding_key}")
     inner = inner_product(memory, embedding)
     # Z has orthonormal columns, so `Z inner` is the part of E_in in their span, and the rest is out of reach.
     left = total = 0.0
@@ -213,15 +243,9 @@ def _scratch_interface(rows: int, columns: int, bridge: bool, seed: int) -> Inte
 def _from_elsewhere(
     checkpoint: Checkpoint, memory_key: str, cholesky_key: str, out: str | Path
 ) -> tuple[Interface, ConversionReport]:
-    shapes = [checkpoint.tensors[k].shape for k in (memory_key, cholesky_key) if k in checkpoint.tensors]
-    if len(shapes) == 2 and (len(shapes[0]) != 2 or shapes[1] != (shapes[0][1],) * 2):
-        raise InputError(
-            f"{checkpoint.path}: {memory_key} {list(shapes[0])} and {cholesky_key} {list(shapes[1])} do not fit "
-            f"together; [V, d] and [d, d] are expected."
-        )
     memory = check_memory(checkpoint, memory_key, _ORTHONORMAL)
     cholesky = checkpoint.read(cholesky_key, np.float64)
-    name = f"{checkpoint.path}: {cholesky_key}"
+    name = f"{checkpoint.label}: {cholesky_key}"
     check_finite(cholesky, name)
     if np.triu(cholesky, 1).any() and np.allclose(cholesky, cholesky.T, rtol=1e-4, atol=0):
         checkpoint.note(f"{cholesky_key} is symmetric: it is taken as T and factored")
@@ -263,7 +287,7 @@ def _write(
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name in iterate_backbone(checkpoint):
             if name not in skip:
-                yield name, cast(name, checkpoint.read_torch(name), dtype)
+                yield name, cast(name, checkpoint.read_finite(name), dtype)
         yield "pit.memory", torch.from_numpy(interface.memory)
         yield "pit.cholesky", torch.from_numpy(interface.cholesky.astype(np.float32))
         if isinstance(interface.bridge, np.ndarray):
@@ -291,22 +315,23 @@ def _from_scratch(
     overwrite: bool,
 ) -> ConversionReport:
     """A whole random model from a config.json: the library's initialisation, and the interface's own."""
-    torch, transformers = require("torch", "onnx"), require("transformers", "onnx")
+    torch = require("torch", "onnx")
     from pit_deploy.interface import PITInterface
-    from pit_deploy.model import PITForCausalLM, backbone_config
+    from pit_deploy.model import PITForCausalLM, backbone_config, build_backbone
 
     config = backbone_config(checkpoint.backbone_config)
     rows, columns = int(config.vocab_size), int(config.hidden_size)
     if checkpoint.is_tokenized() and checkpoint.tokenizer_length() > rows:
         raise InputError(
-            f"{checkpoint.path}: the tokenizer knows {checkpoint.tokenizer_length()} ids and vocab_size is "
+            f"{checkpoint.label}: the tokenizer knows {checkpoint.tokenizer_length()} ids and vocab_size is "
             f"{rows}; raise vocab_size in config.json."
         )
+    check_room(out, rows * columns * 4)  # at the least; refuses a vocab_size that is a slip of the pen
     parts = _scratch_interface(rows, columns, bridge, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        backbone = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, dtype or "float32")
+        backbone = build_backbone(
+            checkpoint.backbone_config, rows, getattr(torch, dtype or "float32"), initialize=True
         )
     interface = PITInterface(
         torch.from_numpy(parts.memory),
@@ -331,7 +356,7 @@ def _measure(
     from pit_deploy.model import PITForCausalLM
     from pit_deploy.runtimes.torch import TorchRuntime, open_plain
 
-    opened = open_checkpoint(written)
+    opened = open_checkpoint(written, label=checkpoint.label)
     converted = PITForCausalLM.from_pretrained(opened, dtype=torch.float32)
     for note in opened.notes:
         checkpoint.note(note)

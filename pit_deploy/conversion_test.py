@@ -250,7 +250,9 @@ def test_unusable_sources_leave_nothing(tiny_checkpoint: Write, tmp_path: Path) 
     fails(r"1 values that are not finite, the first at \[100, 3\]", model__embed_tokens__weight=broken)
     fails("rank deficient", model__embed_tokens__weight=table[:, :1].repeat(1, 24))
     fails("lm_head.bias is a bias on the logits", lm_head__bias=torch.ones(263))
-    fails("unexpected: model.layers.9.surplus", model__layers__9__surplus=torch.ones(3))
+    fails(
+        r"1 not part of this architecture \(model.layers.0.surplus", model__layers__0__surplus=torch.ones(3)
+    )
     few = {**json.loads((source / "config.json").read_text()), "vocab_size": 20}
     (source / "tokenizer.json").unlink()
     (source / "config.json").write_text(json.dumps(few))
@@ -262,7 +264,7 @@ def test_outputs(tiny_checkpoint: Write, tmp_path: Path) -> None:
     convert(source, tmp_path / "pit", check=False)
     with pytest.raises(InputError, match="exists already"):
         convert(source, tmp_path / "pit", check=False)
-    with pytest.raises(InputError, match="is or holds the source"):
+    with pytest.raises(InputError, match="is or holds the input"):
         convert(source, source, overwrite=True)
     with pytest.raises(InputError, match="is a pit checkpoint already"):
         convert(tmp_path / "pit", tmp_path / "twice")
@@ -286,3 +288,89 @@ def test_mean_loss_equals_cross_entropy() -> None:
     expected = torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(ids[1:]))
     assert mean_loss(logits.numpy(), ids) == pytest.approx(expected.item(), rel=1e-12)
     assert np.isnan(mean_loss(logits[:1].numpy(), ids[:1]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_backbone_that_is_not_finite_is_refused(
+    tiny_checkpoint: Write, tmp_path: Path, dtype: str, value: float
+) -> None:
+    source = tiny_checkpoint(dtype=dtype)
+    tensors = _tensors(source)
+    tensors["model.layers.1.mlp.up_proj.weight"][7, 3:5] = value
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for check in (True, False):
+        with pytest.raises(
+            InputError, match=r"plain: model.layers.1.mlp.up_proj.weight holds 2 .* first at \[7, 3\]"
+        ):
+            convert(source, tmp_path / "out", check=check)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
+def test_headers_are_compared_with_the_config_before_anything_is_built(
+    tiny_checkpoint: Write, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tiny_checkpoint(family)
+    config = json.loads((source / "config.json").read_text())
+    layers, width = ("n_layer", "n_embd") if family == "gpt2" else ("num_hidden_layers", "hidden_size")
+    inner = "n_inner" if family == "gpt2" else "intermediate_size"
+    monkeypatch.setattr(np.linalg, "eigh", None)  # the first thing that costs time
+    for fields, message in (
+        ({layers: 100_000}, f"says {layers} 100000, and the weights have 2 layers"),
+        ({layers: 10**9}, f"says {layers} 1000000000"),
+        ({layers: 1, "layer_types": None}, "not part of this architecture"),
+        ({width: 10**6}, r"has shape \[263, 24\], config.json asks for \[vocab_size, 1000000\]"),
+        ({inner: 10**9}, r"of another shape \(.*1000000000"),
+    ):
+        (source / "config.json").write_text(json.dumps({**config, **fields}))
+        with pytest.raises(InputError, match=message) as caught:
+            convert(source, tmp_path / "out")
+        assert "partial" not in str(caught.value) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "banana"}}, "'banana' is not known; known are default, linear"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "'su' is not known; known are default, linear"),
+        ({"rope_parameters": None, "rope_theta": "abc"}, "rope_theta is 'abc'"),
+        ({"rope_parameters": None, "rope_theta": None}, "rope_theta is None"),
+        ({"rope_parameters": {"rope_theta": -5}}, "rope_theta is -5"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2.0}}, "rope_theta is 1;"),
+        ({"hidden_act": "swiglu"}, "hidden_act 'swiglu'"),
+        ({"head_dim": -8}, "transformers cannot build this model"),
+    ],
+)
+@pytest.mark.parametrize("init", ["polar", "random"])
+def test_words_and_numbers_that_no_model_has(
+    tiny_checkpoint: Write, tmp_path: Path, fields: dict[str, Any], message: str, init: str
+) -> None:
+    source = tiny_checkpoint()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **fields}))
+    if init == "random":
+        (source / "model.safetensors").unlink()
+    with pytest.raises(InputError, match=message):
+        convert(source, tmp_path / "out", init=init)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]"])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json"])
+def test_companions_that_a_later_command_would_refuse(
+    tiny_checkpoint: Write, tmp_path: Path, name: str, text: str
+) -> None:
+    source = tiny_checkpoint()
+    (source / name).write_text(text)
+    with pytest.raises(InputError, match=rf"{name} (is not valid JSON|holds a JSON list)"):
+        convert(source, tmp_path / "out", check=False)
+
+
+def test_scratch_of_a_table_that_no_disk_holds(tiny_checkpoint: Write, tmp_path: Path) -> None:
+    source = tiny_checkpoint()
+    (source / "model.safetensors").unlink()
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "vocab_size": 10**12}))
+    with pytest.raises(InputError, match=r"needs about .* MB"):
+        convert(source, tmp_path / "out", init="random")

@@ -13,7 +13,7 @@ from typing import Any
 
 from pit_deploy.architecture import DecoderConfig
 from pit_deploy.bundle import carry_files, write_manifest
-from pit_deploy.checkpoint import Checkpoint, open_checkpoint
+from pit_deploy.checkpoint import Checkpoint, check_backbone_tensors, open_checkpoint
 from pit_deploy.description import describe
 from pit_deploy.errors import InputError
 from pit_deploy.export_options import Exporter, ExportOptions
@@ -83,6 +83,7 @@ def export(
         if not exporter.writes_bundle:
             return _export_plain(checkpoint, exporter, options, Path(out), overwrite, progress)
         config = DecoderConfig.from_hf(checkpoint.backbone_config)
+        check_backbone_tensors(checkpoint, config)
         config = replace(config, vocab_size=checkpoint.table_rows)
         exporter.check(config, options)
         _check_shared(checkpoint, layout)
@@ -206,7 +207,7 @@ def _check_shared(checkpoint: Checkpoint, layout: str | None) -> None:
         and not checkpoint.tied
     ):
         raise InputError(
-            f"{checkpoint.path}: config.json says tie_word_embeddings false and the checkpoint has two different "
+            f"{checkpoint.label}: config.json says tie_word_embeddings false and the checkpoint has two different "
             f"tables, so --layout shared cannot be written; pass --layout untied, or convert the model to PIT."
         )
     checkpoint.check_tables()
@@ -222,6 +223,7 @@ def _export_plain(
 ) -> ExportReport:
     """A target that is a checkpoint and not a bundle."""
     config = DecoderConfig.from_hf(checkpoint.backbone_config)
+    check_backbone_tensors(checkpoint, config)
     exporter.check(config, options)
     model = load_folded(checkpoint, options.layout or exporter.default_layout, progress=progress)
     plan = QuantizationPlan(options.weights or "fp32", options.tables or "fp32")

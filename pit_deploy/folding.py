@@ -92,7 +92,7 @@ class FoldedModel:
         if name in self.overrides:
             return self.overrides[name].astype(dtype)
         value = self.source.read(name, dtype)
-        check_finite(np.atleast_1d(value), f"{self.source.path}: {name}")
+        check_finite(np.atleast_1d(value), f"{self.source.label}: {name}")
         return value
 
 
@@ -144,7 +144,7 @@ def load_folded(
     if checkpoint.kind == "pit":
         return fold_checkpoint(checkpoint, layout or "shared", progress=progress)
     checkpoint.check_tables()
-    config = checkpoint.backbone_config
+    config = {**checkpoint.backbone_config, "vocab_size": checkpoint.table_rows}
     folds = list(checkpoint.config.get("pit_fold", {}).get("folds", []))
     if checkpoint.layout == "shared":
         shared = SharedTable(
@@ -153,12 +153,12 @@ def load_folded(
             checkpoint.read("pit.embedding_map", np.float64),
         )
         for name in ("table", "head_map", "embedding_map"):
-            check_finite(getattr(shared, name), f"{checkpoint.path}: pit.{name}")
+            check_finite(getattr(shared, name), f"{checkpoint.label}: pit.{name}")
         tables: Tables = separate(shared) if layout == "untied" else shared
         return FoldedModel(checkpoint, _untied_config(config, checkpoint), tables, folds)
     if not checkpoint.tied and layout == "shared":
         raise InputError(
-            f"{checkpoint.path}: config.json says tie_word_embeddings false and the checkpoint has two different "
+            f"{checkpoint.label}: config.json says tie_word_embeddings false and the checkpoint has two different "
             f"tables, so --layout shared cannot be written; pass --layout untied, or convert the model to PIT."
         )
     embedding = checkpoint.read(checkpoint.embedding_key)
@@ -190,7 +190,7 @@ def fold_checkpoint(checkpoint: Checkpoint, layout: str, *, progress: Progress =
     family = FAMILIES.get(checkpoint.model_type)
     if family is not None and FINAL_NORM in checkpoint.tensors:
         stored = checkpoint.read(FINAL_NORM, np.float64)
-        check_finite(stored, f"{checkpoint.path}: {FINAL_NORM}")
+        check_finite(stored, f"{checkpoint.label}: {FINAL_NORM}")
         head_map = transform * (family.norm_offset + stored)[None, :]
         overrides[FINAL_NORM] = np.full_like(stored, 1.0 - family.norm_offset)
         folds.append("final_norm_gain")
@@ -250,7 +250,7 @@ def write_folded_into(
         for done, name in enumerate(names):
             progress("write", done, len(names) + 2)
             stored = model.overrides.get(name)
-            tensor = model.source.read_torch(name) if stored is None else torch.from_numpy(stored)
+            tensor = model.source.read_finite(name) if stored is None else torch.from_numpy(stored)
             yield name, cast(name, tensor, dtype)
         if isinstance(tables, UntiedTables):
             for key, table in zip(table_keys(names), (tables.embedding, tables.head), strict=True):

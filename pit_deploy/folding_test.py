@@ -176,7 +176,7 @@ def test_refusals_before_any_work(pit: Write, tmp_path: Path) -> None:
     ):
         with pytest.raises(InputError, match=message):
             fold(tmp_path / "nowhere", tmp_path / "out", **options)
-    with pytest.raises(InputError, match="is or holds the source"):
+    with pytest.raises(InputError, match="is or holds the input"):
         fold(directory, directory, overwrite=True)
     with pytest.raises(InputError, match="exists already"):
         fold(directory, directory)
@@ -256,3 +256,36 @@ def test_reading_backbone_tensors(pit: Write) -> None:
     assert model.vocab_size == 263 and model.config["tie_word_embeddings"] is False
     with pytest.raises(InputError, match="the tensor nothing is missing"):
         model.read("nothing")
+
+
+def _change(directory: Path, **fields: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **fields}))
+
+
+def test_a_config_whose_width_is_not_the_tables(pit: Write, tmp_path: Path) -> None:
+    directory = pit()
+    _change(directory, hidden_size=32)
+    with pytest.raises(
+        InputError, match=r"pit.memory has shape \[263, 24\], config.json asks for \[vocab_size, 32\]"
+    ):
+        fold(directory, tmp_path / "out")
+
+
+def test_a_record_of_folds_that_is_no_list(pit: Write, tmp_path: Path) -> None:
+    fold(pit(), tmp_path / "folded")
+    record = json.loads((tmp_path / "folded" / "config.json").read_text())["pit_fold"]
+    _change(tmp_path / "folded", pit_fold={**record, "folds": 7})
+    with pytest.raises(InputError, match=r"pit_fold.folds is 7; it must be a list of names"):
+        fold(tmp_path / "folded", tmp_path / "out")
+
+
+@pytest.mark.parametrize("layout", ["untied", "shared"])
+def test_a_backbone_that_is_not_finite_is_not_folded(pit: Write, tmp_path: Path, layout: str) -> None:
+    directory = pit(dtype="bfloat16")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][1, 2] = torch.nan
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"up_proj.weight holds 1 values .* first at \[1, 2\]"):
+        fold(directory, tmp_path / "out", layout=layout)
+    assert not (tmp_path / "out").exists()

@@ -84,7 +84,7 @@ def checkpoint_end_ids(checkpoint: Checkpoint) -> list[int]:
     wrong = [id for id in found if id >= tokens]
     if wrong:
         raise InputError(
-            f"{checkpoint.path}: the end id {wrong[0]} is not in the tokenizer ({tokens} ids); correct "
+            f"{checkpoint.label}: the end id {wrong[0]} is not in the tokenizer ({tokens} ids); correct "
             f"eos_token_id in generation_config.json or config.json."
         )
     return found

@@ -56,7 +56,7 @@ def read_interface(checkpoint: Checkpoint) -> Interface:
     A memory that has drifted from orthonormal columns is re-orthonormalised, with a note. Raises `InputError`
     for one that is no PIT memory, an `L` that is no Cholesky factor, and values that are not finite.
     """
-    place = f"{checkpoint.path}: pit."
+    place = f"{checkpoint.label}: pit."
     memory = check_memory(checkpoint, "pit.memory", _REORTHONORMALIZE)
     cholesky = check_cholesky(checkpoint.read("pit.cholesky", np.float64), f"{place}cholesky")
     bridge: np.ndarray | float | None = None
@@ -73,11 +73,11 @@ def read_interface(checkpoint: Checkpoint) -> Interface:
 def check_memory(checkpoint: Checkpoint, key: str, limit: float) -> np.ndarray:
     """The memory under `key`, float32 [V, d], re-orthonormalised with a note where it is past `limit`."""
     memory = checkpoint.read(key)
-    check_finite(memory, f"{checkpoint.path}: {key}")
+    check_finite(memory, f"{checkpoint.label}: {key}")
     error = orthonormality_error(memory)
     if error > MAX_DRIFT:
         raise InputError(
-            f"{checkpoint.path}: the columns of {key} are {error:.3g} away from orthonormal (limit {MAX_DRIFT}); "
+            f"{checkpoint.label}: the columns of {key} are {error:.3g} away from orthonormal (limit {MAX_DRIFT}); "
             f"this is not a PIT memory."
         )
     if error > limit:

@@ -7,8 +7,9 @@ head are exchanged, so that nothing of an architecture is written twice.
 from __future__ import annotations
 
 import contextlib
+import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from pit_deploy.checkpoint import OWN_VERSION, Checkpoint, open_checkpoint
+from pit_deploy.architecture import check_runnable, refuse_misfits
+from pit_deploy.architecture import quiet as quiet
+from pit_deploy.checkpoint import (
+    EMBEDDING_KEYS,
+    HEAD_KEYS,
+    OWN_VERSION,
+    Checkpoint,
+    backbone_shapes,
+    open_checkpoint,
+)
 from pit_deploy.errors import InputError
 from pit_deploy.files import atomic_output, check_output
 from pit_deploy.folding import copy_companions
@@ -192,7 +202,7 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
         """
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         if checkpoint.kind != "pit":
-            raise InputError(f"{checkpoint.path} is not a PIT checkpoint; run pit-deploy convert first.")
+            raise InputError(f"{checkpoint.label} is not a PIT checkpoint; run pit-deploy convert first.")
         dtype = dtype or _stored_dtype(checkpoint)
         backbone = build_backbone(checkpoint.backbone_config, checkpoint.table_rows, dtype)
         model = cls(backbone, load_interface(checkpoint))
@@ -210,22 +220,53 @@ def backbone_config(config: dict[str, Any], **changes: Any) -> transformers.Pret
         raise InputError(
             f"config.json: transformers has no causal language model of model_type '{model_type}'."
         )
+    own = copy.deepcopy(config)  # transformers writes into what it is given
     try:
-        found: transformers.PretrainedConfig = CONFIG_MAPPING[model_type].from_dict(
-            {**config, **changes, "tie_word_embeddings": False}
-        )
+        with quiet():
+            found: transformers.PretrainedConfig = CONFIG_MAPPING[model_type].from_dict(
+                {**own, **changes, "tie_word_embeddings": False}
+            )
     except Exception as error:  # transformers raises many kinds; each is about the user's config
         reason = " ".join(str(error).split())
         raise InputError(f"config.json: transformers refuses this config: {reason}") from error
+    check_runnable(found.to_dict())
     return found
 
 
-def build_backbone(config: dict[str, Any], rows: int, dtype: torch.dtype) -> PreTrainedModel:
-    """The library's CausalLM model of this config, without meaningful weights."""
+def build_backbone(
+    config: dict[str, Any], rows: int, dtype: torch.dtype, *, initialize: bool = False
+) -> PreTrainedModel:
+    """The library's CausalLM model of this config, without meaningful weights unless `initialize`.
+
+    Raises `InputError` where the library cannot build it.
+    """
     own = backbone_config(config, vocab_size=rows)
-    with no_init_weights(), quiet():
-        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype)
+    try:
+        with contextlib.nullcontext() if initialize else no_init_weights(), quiet():
+            model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(own, dtype=dtype)
+    except Exception as error:  # a size or a word that only the model's own code trips over
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise InputError(f"config.json: transformers cannot build this model: {reason[:300]}") from error
     return model
+
+
+def check_fits(checkpoint: Checkpoint, rows: int | None = None, skip: Collection[str | None] = ()) -> None:
+    """Compare the headers with what the library would build, without room for a single weight.
+
+    Left out are the tensors in `skip` and the token tables, of `rows` rows (None: as the checkpoint's). Raises
+    `InputError` that lists what is missing, surplus or of another shape.
+    """
+    rows = checkpoint.table_rows if rows is None else rows
+    with torch.device("meta"):
+        backbone = build_backbone(checkpoint.backbone_config, rows, torch.float32)
+    tables = {*EMBEDDING_KEYS, *HEAD_KEYS}
+    wanted = {n: tuple(t.shape) for n, t in backbone.state_dict().items() if n not in tables}
+    found = {
+        name: shape
+        for name, shape in backbone_shapes(checkpoint).items()
+        if name not in skip and not name.endswith("rotary_emb.inv_freq")
+    }
+    refuse_misfits(wanted, found, checkpoint.label, checkpoint.model_type)
 
 
 def embedding_scale(backbone: PreTrainedModel) -> torch.Tensor | None:
@@ -274,21 +315,6 @@ def pit_config(
     }
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers' own bars and remarks; what matters is reported by pit-deploy."""
-    logging = transformers.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
 def _load_backbone(backbone: PreTrainedModel, checkpoint: Checkpoint) -> None:
     wanted = backbone.state_dict()
     stored = {
@@ -305,13 +331,13 @@ def _load_backbone(backbone: PreTrainedModel, checkpoint: Checkpoint) -> None:
         if names
     ]
     if problems:
-        raise InputError(f"{checkpoint.path} does not fit its config: {'; '.join(problems)}.")
+        raise InputError(f"{checkpoint.label} does not fit its config: {'; '.join(problems)}.")
     values = {}
     for name, target in wanted.items():
         value = checkpoint.read_torch(name)
         if value.shape != target.shape:
             raise InputError(
-                f"{checkpoint.path}: {name} has shape {list(value.shape)}, its config asks for "
+                f"{checkpoint.label}: {name} has shape {list(value.shape)}, its config asks for "
                 f"{list(target.shape)}."
             )
         values[name] = value.to(target.dtype)

@@ -283,7 +283,7 @@ def _against_source(
         rows += zip(*(a.tolist() for a in compare_in_full(expected, found[:, :valid])), strict=True)
     progress("compare", len(prompts), len(prompts))
     return _report(
-        bundle, runtime, gate, f"source {source.path}", rows, [len(p) for p in prompts], prefill, golden
+        bundle, runtime, gate, f"source {source.label}", rows, [len(p) for p in prompts], prefill, golden
     )
 
 

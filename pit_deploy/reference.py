@@ -67,7 +67,7 @@ def calibrate(
         _check_same_model(checkpoint, recorded, reference)
     elif checkpoint.kind == "folded":
         raise InputError(
-            f"{checkpoint.path} is folded already, so the training-time outputs cannot be recorded from it; pass "
+            f"{checkpoint.label} is folded already, so the training-time outputs cannot be recorded from it; pass "
             f"--golden with the PIT checkpoint it was folded from."
         )
     calibration_text = read_calibration(text)
@@ -115,7 +115,7 @@ def _check_same_model(folded: Checkpoint, recorded: Checkpoint, reference: str |
             left, right, rtol=2e-2, atol=2e-2 * np.abs(right).mean()
         ):
             raise InputError(
-                f"--golden {reference} is not the PIT checkpoint that {folded.path} was folded from: {name} differs."
+                f"--golden {reference} is not the PIT checkpoint that {folded.label} was folded from: {name} differs."
             )
 
 

@@ -358,6 +358,7 @@ def _commands(conversion: ConversionReport, exports: Sequence[ExportReport]) -> 
     pit = shlex.quote(conversion.out)
     return [
         ("Ask something else.", f'pit-deploy run {smallest} --chat --prompt "..."'),
+        ("Measure speed and memory here.", f"pit-deploy bench {smallest}"),
         (
             "Compare with the checkpoint itself.",
             f"pit-deploy verify {smallest} --source {pit} --html parity.html",

@@ -286,6 +286,7 @@ def test_a_demo_report(tmp_path: Path) -> None:
         assert words in page.text
     assert "final norm gain, bridge, transform" in page.text and "2.1 MB" in page.text
     assert "pit-deploy run /b/onnx-int8 --chat" in page.text
+    assert "pit-deploy bench /b/onnx-int8" in page.text
 
 
 def test_a_demo_report_with_a_failure_and_one_without_a_check(tmp_path: Path) -> None:

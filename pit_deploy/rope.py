@@ -11,6 +11,9 @@ import numpy as np
 
 from pit_deploy.errors import InputError
 
+_SMALLEST, _LARGEST = 1e-30, 1e30
+"""What float32 holds with room for a product."""
+
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -28,13 +31,28 @@ class RopeConfig:
     def from_hf(cls, raw: Mapping[str, Any], full: Mapping[str, Any], head_dim: int) -> RopeConfig:
         """Read both spellings: `rope_scaling` with `type` or `rope_type`, and `rope_parameters`.
 
-        `raw` is the user's config.json, `full` the same with defaults. Raises `InputError` for an unknown
-        kind and for a missing or misplaced number.
+        `raw` is the user's config.json, `full` the same with defaults. Where both fields are there, transformers
+        takes `rope_scaling`; both are read, and refused where they rotate differently. Raises `InputError` for
+        that, for an unknown kind and for a missing or misplaced number.
         """
-        scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        given = [raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name)]
+        first, *others = [cls._read(part, raw, full, head_dim) for part in given or [{}]]
+        for other in others:
+            mine, theirs = first.frequencies(), other.frequencies()
+            if not np.array_equal(mine[0], theirs[0]) or mine[1] != theirs[1]:
+                raise InputError(
+                    f"config.json: rope_scaling ({first._brief()}) and rope_parameters ({other._brief()}) rotate "
+                    f"differently; keep one of them."
+                )
+        return first
+
+    @classmethod
+    def _read(
+        cls, scaling: Any, raw: Mapping[str, Any], full: Mapping[str, Any], head_dim: int
+    ) -> RopeConfig:
         if not isinstance(scaling, Mapping):
             raise InputError(f"config.json: rope_scaling is {scaling!r}; it must be an object.")
-        if "rope_theta" not in scaling and any(isinstance(value, Mapping) for value in scaling.values()):
+        if any(isinstance(value, Mapping) for value in scaling.values()):
             raise InputError(
                 "config.json: rope_parameters differ by layer type, which the exporters do not build; "
                 f"supported are one of the kinds {', '.join(KINDS)} for all layers."
@@ -57,10 +75,18 @@ class RopeConfig:
                 raise InputError(f"config.json: partial_rotary_factor {partial} is not supported; only 1 is.")
         resolved = full.get("rope_parameters") or {}
         theta = scaling.get("rope_theta", raw.get("rope_theta", resolved.get("rope_theta", 10000.0)))
+        check_theta(theta, kind)
         positions = int(full["max_position_embeddings"])
         config = cls(kind, float(theta), head_dim, dict(scaling), positions)
         config.frequencies()  # a missing number is reported here and not in the middle of an export
         return config
+
+    def _brief(self) -> str:
+        """Kind and numbers, for a message."""
+        numbers = {k: v for k, v in self.parameters.items() if k not in ("type", "rope_type", "rope_theta")}
+        return ", ".join(
+            [self.kind, *(f"{k} {v!r}" for k, v in numbers.items()), f"rope_theta {self.theta:g}"]
+        )
 
     def frequencies(self) -> tuple[np.ndarray, float]:
         """Angular frequencies, float32 [dim / 2], and the factor on cos and sin."""
@@ -85,11 +111,11 @@ class RopeConfig:
         value = self.parameters.get(field)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if not _is_positive(value):
             raise InputError(
                 f"config.json: the rope kind '{self.kind}' needs a positive number {field}, found {value!r}."
             )
-        return float(value)
+        return float(value)  # type: ignore[arg-type]
 
     def _original_length(self) -> float:
         return self._number("original_max_position_embeddings", self.max_position_embeddings)
@@ -130,7 +156,19 @@ class RopeConfig:
         def scale(multiplier: float) -> float:
             return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
-        mscale, mscale_all = self.parameters.get("mscale"), self.parameters.get("mscale_all_dim")
-        if mscale and mscale_all:
-            return scale(float(mscale)) / scale(float(mscale_all))
+        if self.parameters.get("mscale") and self.parameters.get("mscale_all_dim"):
+            return scale(self._number("mscale")) / scale(self._number("mscale_all_dim"))
         return scale(1.0)
+
+
+def check_theta(theta: object, kind: str) -> None:
+    """Raise `InputError` for a base period that makes no rotation: yarn needs one above 1 (it divides by its log)."""
+    if not _is_positive(theta) or (kind == "yarn" and theta <= 1):  # type: ignore[operator]
+        least = "above 1 for the rope kind 'yarn'" if kind == "yarn" else "above 0"
+        raise InputError(f"config.json: rope_theta is {repr(theta)[:60]}; it must be a number {least}.")
+
+
+def _is_positive(value: object) -> bool:
+    """Whether a value of a JSON file is a number that float32 holds, above 0."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and _SMALLEST <= value <= _LARGEST  # type: ignore[operator]

@@ -1,3 +1,5 @@
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -68,3 +70,61 @@ def test_unknown_kind_lists_the_known_ones():
 def test_bad_numbers_are_named(scaling, message):
     with pytest.raises(InputError, match=message):
         DecoderConfig.from_hf({**BASE, "rope_scaling": scaling})
+
+
+LINEAR, DEFAULT = {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "parameters", "message"),
+    [
+        (
+            LINEAR,
+            DEFAULT,
+            r"rope_scaling \(linear, factor 2.0, .*\) and rope_parameters \(default, .* differently",
+        ),
+        (
+            DEFAULT,
+            LINEAR,
+            r"rope_scaling \(default, .*\) and rope_parameters \(linear, factor 2.0, .* differently",
+        ),
+        (LINEAR, {**LINEAR, "rope_theta": 500.0}, "rope_theta 10000.* and .*rope_theta 500"),
+        (LINEAR, {"rope_type": "banana"}, "'banana' is not known; known are default, linear"),
+        ({"type": "su"}, LINEAR, "'su' is not known"),
+        (DEFAULT, {"rope_theta": 1e4, "full_attention": {"rope_type": "banana"}}, "differ by layer type"),
+    ],
+)
+def test_two_fields_that_differ_are_refused(scaling, parameters, message):
+    with pytest.raises(InputError, match=message):
+        DecoderConfig.from_hf({**BASE, "rope_scaling": scaling, "rope_parameters": parameters})
+
+
+def test_two_fields_that_agree_are_read_and_left_alone():
+    config = {**BASE, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {**LINEAR}}
+    before = copy.deepcopy(config)
+    rope = DecoderConfig.from_hf(config).rope
+    assert config == before, "transformers writes into what it is given"
+    assert (rope.kind, rope.theta) == ("linear", 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rope_theta": "abc"}, "rope_theta is 'abc'; it must be a number above 0"),
+        ({"rope_theta": None}, "rope_theta is None"),
+        ({"rope_theta": -5}, "rope_theta is -5"),
+        ({"rope_theta": True}, "rope_theta is True"),
+        ({"rope_theta": 10**400}, "rope_theta is 10000"),
+        ({"rope_theta": float("nan")}, "rope_theta is nan"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "is 1; .* above 1 for .*'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor, found inf"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": "x", "mscale_all_dim": 1}},
+            "mscale, found 'x'",
+        ),
+    ],
+)
+def test_numbers_without_a_rotation_are_refused(fields, message, recwarn):
+    with pytest.raises(InputError, match=message):
+        DecoderConfig.from_hf({**BASE, **fields})
+    assert not recwarn.list

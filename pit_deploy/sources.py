@@ -38,7 +38,7 @@ def write_gguf_as_hf(file: Path, directory: Path) -> None:
             model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
             tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     except Exception as error:  # a damaged file fails in many ways inside the reader
-        raise InputError(f"{file} cannot be read as GGUF: {_one_line(error)}") from error
+        raise InputError(f"{file} cannot be read as GGUF: {_gguf_fault(file) or _one_line(error)}") from error
     # transformers refuses to save a model that it takes for quantised; these weights are plain floats now.
     for holder in (model.config, model):
         if hasattr(holder, "quantization_config"):
@@ -48,6 +48,21 @@ def write_gguf_as_hf(file: Path, directory: Path) -> None:
     with quiet():
         model.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
+
+
+def _gguf_fault(file: Path) -> str | None:
+    """What is wrong with the file itself; None where its structure is whole.
+
+    transformers asks this too late: it takes what it cannot parse for a config.json, and complains of that.
+    """
+    import numpy as np
+
+    try:
+        with np.errstate(all="ignore"):
+            require("gguf", "onnx").GGUFReader(file)
+    except Exception as error:  # the reader runs off the end of a damaged file in many ways
+        return f"it is damaged ({file.stat().st_size} bytes, {_one_line(error)}); fetch it again."
+    return None
 
 
 def _one_line(error: Exception) -> str:

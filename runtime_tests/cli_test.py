@@ -501,3 +501,18 @@ def test_demo_on_a_tiny_model(call: Call, checkpoint: Path, tmp_path: Path, monk
     assert "<svg" in page
     assert call("demo", tmp_path / "demo")[0] == 2, "an output that exists"
     assert call("demo", tmp_path / "demo", "--overwrite")[0] == 0
+
+
+def test_the_tables_rows_are_the_truth(call: Call, checkpoint: Path, tmp_path: Path):
+    """Row 8 of what users reported: a vocab_size that is not the table's; nothing of its size is built."""
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "vocab_size": 10**9}))
+    status, out, err = call("convert", source, tmp_path / "pit", "--json")
+    assert status == 0, err
+    assert "vocab_size 1000000000, table rows 258, tokenizer length 258" in json.loads(out)["notes"][0]
+    assert call("export", source, tmp_path / "bundle", "--weights", "fp32")[0] == 0
+    assert call("verify", tmp_path / "bundle")[0] == 0
+    assert Bundle.open(tmp_path / "bundle").manifest.vocab_size == 258
+    assert json.loads((tmp_path / "bundle" / "config.json").read_text())["vocab_size"] == 258

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
-from pit_deploy.architecture import DecoderConfig
+from pit_deploy.architecture import DecoderConfig, check_tensors
 from pit_deploy.errors import InputError
 from pit_deploy.folding import FoldedModel
 from pit_deploy.progress import Progress, silent
 
-_KNOWN_BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$")
-"""Derived numbers that older checkpoints carry; the rotation's tables are computed anew."""
-
 
 def check_backbone(model: FoldedModel, config: DecoderConfig) -> None:
-    """Compare the backbone with the config by the headers alone, before any work.
+    """Compare the backbone with the config by the headers alone.
 
-    Raises `InputError` that lists every tensor that is missing, unknown or of another shape.
+    Raises `InputError` for tensors that are missing, unknown or of another shape. `export` makes the same check of
+    the checkpoint before any work; this one also sees what folding put in place of tensors.
     """
-    expected = config.backbone_shapes()
-    found = {name for name in model.tensor_names() if not _KNOWN_BUFFERS.search(name)} | set(model.overrides)
-    shapes = {name: _shape(model, name) for name in found & set(expected)}
-    wrong = sorted(name for name, shape in shapes.items() if shape != expected[name])
-    faults = [
-        ("missing", sorted(set(expected) - found)),
-        ("not part of this architecture", sorted(found - set(expected))),
-        ("of another shape", [f"{n} {list(shapes[n])} instead of {list(expected[n])}" for n in wrong]),
-    ]
-    named = [f"{len(names)} {kind} ({', '.join(names)})" for kind, names in faults if names]
-    if named:
-        raise InputError(
-            f"{model.source.path}: the tensors do not fit config.json (model_type {config.model_type}): "
-            f"{'; '.join(named)}; correct config.json or the checkpoint."
-        )
+    shapes = {name: _shape(model, name) for name in {*model.tensor_names(), *model.overrides}}
+    check_tensors(config, shapes, model.source.label)
 
 
 class Backbone:
@@ -52,7 +35,7 @@ class Backbone:
         value = self._model.read(name)
         if value.shape != shape:
             raise InputError(
-                f"{self._model.source.path}: {name} is {list(value.shape)}, expected {list(shape)}."
+                f"{self._model.source.label}: {name} is {list(value.shape)}, expected {list(shape)}."
             )
         total = len(self._expected)
         self._progress("export", total - len(self._remaining), total)

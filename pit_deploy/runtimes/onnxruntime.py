@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from pit_deploy.bundle import Bundle
-from pit_deploy.errors import InputError
+from pit_deploy.errors import InputError, PitDeployError
 from pit_deploy.extras import require
 from pit_deploy.manifest import BundleError, Manifest
 from pit_deploy.runtimes.base import check_room
+from pit_deploy.runtimes.onnx_manifest import check_manifest, load_model, unreadable
 
 if TYPE_CHECKING:
     import onnx
@@ -53,14 +54,24 @@ class OnnxRuntime:
         self.load_rss_bytes = None if before is None or after is None else after - before
         self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
         make = _SharedCache if profile == "default" else _GrowingCache
-        self._cache: _Cache = make(self._session, context_length, self.vocab_size)
+        try:
+            self._cache: _Cache = make(self._session, context_length, self.vocab_size)
+        except MemoryError as error:
+            raise InputError(
+                f"{self.model_path}: a cache of {context_length} tokens does not fit into memory; export with a "
+                f"smaller --context."
+            ) from error
         self._position = 0
         self._probe: Any = None
 
     @classmethod
     def open(cls, directory: Path | str, manifest: Manifest, threads: int | None = None) -> OnnxRuntime:
-        """Open the model of a bundle as its manifest describes it."""
+        """Open the model of a bundle as its manifest describes it.
+
+        Raises `BundleError` where the two disagree, before any room is made for what the manifest says.
+        """
         model = Path(directory) / manifest.model_file
+        check_manifest(model, manifest)
         return cls(model, manifest.context_length, manifest.hidden_states, threads, manifest.profile)
 
     @property
@@ -71,7 +82,8 @@ class OnnxRuntime:
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         """Append `ids` in one pass and return the logits of the last position, [vocab_size]."""
         check_room(self, ids)
-        logits = self._cache.run(np.array([ids], np.int64), self._position)
+        tokens = np.array([ids], np.int64)
+        logits: np.ndarray = self._guarded(lambda: self._cache.run(tokens, self._position))
         self._position += len(ids)
         return logits
 
@@ -104,13 +116,24 @@ class OnnxRuntime:
         tokens = np.array([ids], np.int64)
         feeds = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
         feeds |= {name: _empty(shape) for name, _, shape in _states(self._probe)}
-        return [value[0] for value in self._probe.run(outputs, feeds)]
+        values: list[np.ndarray] = self._guarded(lambda: self._probe.run(outputs, feeds))
+        return [value[0] for value in values]
+
+    def _guarded(self, run: Callable[[], Any]) -> Any:
+        """What `run` gives; raises `PitDeployError` where ONNX Runtime fails in it."""
+        try:
+            return run()
+        except Exception as error:  # ONNX Runtime's classes have only Exception above them
+            raise PitDeployError(
+                f"ONNX Runtime failed while running {self.model_path}: {_reason(error)}; check the bundle with "
+                f"pit-deploy verify, or export it again."
+            ) from error
 
     def _open(self, model: str | bytes) -> Any:
         """A CPU session. The graph may be in memory; its weights lie beside the file in either case."""
         onnxruntime = require("onnxruntime", "onnx")
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
+        options.log_severity_level = 4  # what goes wrong is raised, and need not be printed as well
         if self._threads is not None:
             options.intra_op_num_threads = self._threads
         # ONNX Runtime fuses DequantizeLinear with MatMul and would then round activations to int8 by default.
@@ -193,16 +216,14 @@ def check_external_data(bundle: Bundle) -> None:
     A model may name any file of the machine as its weights: every name must be one of the bundle's files, and
     every range must lie inside it. Weights are not read.
     """
-    onnx = require("onnx", "onnx")
     path = bundle.model_path
     sizes = {entry.path: entry.size for entry in bundle.manifest.files}
     folder = Path(bundle.manifest.model_file).parent
+    model = load_model(path)
     try:
-        tensors = external_tensors(onnx.load(path, load_external_data=False))
-    except Exception as error:  # protobuf's own classes, which say no more than that it is not a model
-        reason = " ".join(str(error).split())[:200]
-        message = f"{path} cannot be read as an ONNX model ({reason}); export the bundle again."
-        raise BundleError("unreadable_file", message) from error
+        tensors = external_tensors(model)
+    except Exception as error:  # types and references that no exporter writes
+        raise unreadable(path, error) from error
     for tensor in tensors:
         place = (folder / tensor.location).as_posix()
         if ".." in Path(place).parts or Path(tensor.location).is_absolute():

@@ -132,8 +132,11 @@ def open_plain(checkpoint: Checkpoint, *, context_length: int | None = None) -> 
     """
     try:
         with quiet():
+            config = transformers.AutoConfig.from_pretrained(checkpoint.path)
+            config.vocab_size = checkpoint.table_rows  # the rows are the truth where the two differ
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 checkpoint.path,
+                config=config,
                 dtype=torch.float32,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, with their names
@@ -141,7 +144,7 @@ def open_plain(checkpoint: Checkpoint, *, context_length: int | None = None) -> 
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise InputError(
-            f"{checkpoint.path}: transformers cannot load this checkpoint: {reason[:300]}"
+            f"{checkpoint.label}: transformers cannot load this checkpoint: {reason[:300]}"
         ) from error
     model, info = loaded
     missing = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
