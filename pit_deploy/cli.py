@@ -200,6 +200,10 @@ def export(
     symmetric: Annotated[
         bool | None, typer.Option("--symmetric/--zero-points", help="Whether blocks have zero points.")
     ] = None,
+    quantizer: Annotated[
+        str | None,
+        typer.Option(help="rtn (round to nearest) or feedback; feedback by default where int4 is asked for."),
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="TOML file of these options, or android, ios, web, desktop.")
     ] = None,
@@ -223,6 +227,7 @@ def export(
         profile=profile,
         block_size=block_size,
         symmetric=symmetric,
+        quantizer=quantizer,
         calibration=calibration,
     )
     arguments: dict[str, Any] = {}

@@ -13,6 +13,7 @@ from pit_deploy.progress import Progress
 from pit_deploy.quantize.plan import PRECISIONS, QuantizationPlan
 
 DEFAULT_CONTEXT = 2048
+QUANTIZERS = ("rtn", "feedback")
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,18 @@ class ExportOptions:
     logits: str = "last"
     profile: str | None = None
     block_size: int = 32
-    symmetric: bool = True
+    symmetric: bool | None = None
+    """Whether blocks have no zero points; None: none at 8 bits, and zero points at 4 bits with error feedback."""
+    quantizer: str | None = None
+    """`rtn` or `feedback`; None: `feedback` where int4 is asked for, else `rtn`."""
 
     def __post_init__(self) -> None:
         for name in ("weights", "tables"):
             value = getattr(self, name)
             if value is not None and value not in PRECISIONS:
                 raise InputError(f"--{name} {value} is not known; choose one of {', '.join(PRECISIONS)}.")
+        if self.quantizer is not None and self.quantizer not in QUANTIZERS:
+            raise InputError(f"--quantizer {self.quantizer} is not known; choose {' or '.join(QUANTIZERS)}.")
         check_layout(self.layout)
         if self.logits not in ("last", "all"):
             raise InputError(f"--logits {self.logits} is not known; choose last or all.")

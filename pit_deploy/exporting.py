@@ -24,6 +24,7 @@ from pit_deploy.generation_config import check_generation_config, checkpoint_bos
 from pit_deploy.json_files import write_json
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.plan import QuantizationPlan
+from pit_deploy.quantize.smoothing import turned_projection
 from pit_deploy.reference import Calibration, calibrate
 
 
@@ -60,7 +61,8 @@ def export(
     logits: str = "last",
     profile: str | None = None,
     block_size: int = 32,
-    symmetric: bool = True,
+    symmetric: bool | None = None,
+    quantizer: str | None = None,
     calibration: str | Path | None = None,
     golden: str | Path | Calibration | None = None,
     overwrite: bool = False,
@@ -74,7 +76,10 @@ def export(
     """
     exporter = find_exporter(to)
     options = _resolve(
-        exporter, ExportOptions(to, weights, tables, layout, context, logits, profile, block_size, symmetric)
+        exporter,
+        ExportOptions(
+            to, weights, tables, layout, context, logits, profile, block_size, symmetric, quantizer
+        ),
     )
     recorded = golden if isinstance(golden, (str, Path)) else None
     check_output(out, overwrite=overwrite, source=source, inputs=(recorded, calibration))
@@ -99,8 +104,10 @@ def export(
                 checkpoint, context_length, text=calibration, reference=golden, progress=progress
             )
         model = load_folded(checkpoint, _layout(options, checkpoint), progress=progress)
-        plan = QuantizationPlan(options.weights or "fp32", options.tables or "fp32", block_size, symmetric)
-        model = in_quantization_basis(model, plan, learned)
+        model, plan = quantized(model, options, learned, progress=progress)
+        recorded_golden = replace(
+            learned.golden, projection=turned_projection(model, learned.golden.projection)
+        )
         with atomic_output(out, overwrite=overwrite) as partial:
             artifact = exporter.write(model, config, options, plan, tokenizer_length, partial, progress)
             carry_files(checkpoint.path, partial)
@@ -112,7 +119,7 @@ def export(
                 bos_id=checkpoint_bos_id(checkpoint),
                 end_ids=ends,
             )
-            learned.golden.save(partial)
+            recorded_golden.save(partial)
             body = describe(
                 checkpoint,
                 model,
@@ -138,6 +145,31 @@ def export(
         return report
     finally:
         checkpoint.close()
+
+
+def quantized(
+    model: FoldedModel, options: ExportOptions, learned: Calibration, *, progress: Progress = silent
+) -> tuple[FoldedModel, QuantizationPlan]:
+    """The model in the form that rounds best, and the plan that rounds it. Float settings change nothing.
+
+    The function stays what it was: a basis for the shared table, and rotations within blocks of channels.
+    """
+    from pit_deploy.quantize.calibrated import States, quantize_model
+    from pit_deploy.quantize.smoothing import rotated
+
+    weights, tables = options.weights or "fp32", options.tables or "fp32"
+    four_bits = "int4" in (weights, tables)
+    feedback = (options.quantizer or ("feedback" if four_bits else "rtn")) == "feedback"
+    symmetric = not (four_bits and feedback) if options.symmetric is None else options.symmetric
+    plan = QuantizationPlan(weights, tables, options.block_size, symmetric)
+    if not {weights, tables} & {"int8", "int4"}:
+        return model, plan
+    model = in_quantization_basis(model, plan, learned)
+    if not feedback:
+        return rotated(model), plan
+    states = States(learned.state_second_moment, learned.probabilities)
+    result = quantize_model(model, plan, learned.ids, states, progress=progress)
+    return result.model, result.plan
 
 
 def in_quantization_basis(model: FoldedModel, plan: QuantizationPlan, learned: Calibration) -> FoldedModel:

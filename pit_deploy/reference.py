@@ -35,6 +35,8 @@ class Calibration:
     golden: GoldenRecord
     state_second_moment: np.ndarray
     probabilities: np.ndarray
+    ids: list[int]
+    """The calibration text."""
 
 
 def calibrate(
@@ -91,10 +93,9 @@ def calibrate(
     )
     if recorded.kind == "pit":
         golden.how["float32_interface_max_abs"] = _float32_difference(opened, golden)
-    moment, probabilities = _statistics(
-        opened, tokenizer.encode(calibration_text).ids, checkpoint.table_rows, progress
-    )
-    return Calibration(golden, moment, probabilities)
+    ids = [id for id in tokenizer.encode(calibration_text).ids if id < checkpoint.table_rows]
+    moment, probabilities = _statistics(opened, ids, checkpoint.table_rows, progress)
+    return Calibration(golden, moment, probabilities, ids)
 
 
 def _check_same_model(folded: Checkpoint, recorded: Checkpoint, reference: str | Path) -> None:
@@ -123,7 +124,6 @@ def _statistics(
     runtime: TorchRuntime, ids: list[int], rows: int, progress: Progress
 ) -> tuple[np.ndarray, np.ndarray]:
     """E[nᵀ n] and the mean next-token distribution, over windows spread evenly through the text."""
-    ids = [i for i in ids if i < rows]
     if not ids:
         raise InputError("the calibration text has no tokens; give a longer one.")
     size = min(_CALIBRATION_PROMPT, runtime.context_length, len(ids))

@@ -516,3 +516,23 @@ def test_the_tables_rows_are_the_truth(call: Call, checkpoint: Path, tmp_path: P
     assert call("verify", tmp_path / "bundle")[0] == 0
     assert Bundle.open(tmp_path / "bundle").manifest.vocab_size == 258
     assert json.loads((tmp_path / "bundle" / "config.json").read_text())["vocab_size"] == 258
+
+
+def test_quantisers(call: Call, made: Path, tmp_path: Path):
+    """Both keep what the record says of hidden states comparable, though the stream is rotated in the artifact."""
+    errors = {}
+    for quantizer in ("rtn", "feedback"):
+        bundle = tmp_path / quantizer
+        options = ("--weights", "int4", "--tables", "int8", "--quantizer", quantizer)
+        assert call("export", made / "pit", bundle, *options)[0] == 0
+        manifest = Bundle.open(bundle).manifest
+        assert "block_rotation" in manifest.folds
+        assert {entry.bits for entry in manifest.quantization} == {4, 8}
+        _, out, _ = call("verify", bundle, "--layers", "--json")
+        report = json.loads(out)
+        assert report["layers"][0]["median"] < 0.02, "the embedding's rows are int8"
+        errors[quantizer] = report["mean_kl"]
+    assert errors["feedback"] < errors["rtn"]
+    status, _, err = call("export", made / "pit", tmp_path / "x", "--quantizer", "magic")
+    assert status == 2
+    assert "rtn or feedback" in err

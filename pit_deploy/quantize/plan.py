@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from pit_deploy.quantize.tensor import QuantizedTensor
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
 _BITS = {"int8": 8, "int4": 4}
+_PRECISION_OF = {4: "int4", 8: "int8", 32: "fp32"}
 
 
 @dataclass
@@ -21,6 +23,8 @@ class QuantizationPlan:
     """Precision by role: `weights` for the backbone's matrices, `tables` for the embedding and the head.
 
     An exporter calls `encode` once for each tensor that it stores; the plan quantises it and keeps the error.
+    `prepared` has tensors that were quantised before, by name (with error feedback, say), `bits` the bits of
+    single tensors (4, 8, or 32 for float32) where they differ from their role's; both come before the role.
     """
 
     weights: str
@@ -28,29 +32,40 @@ class QuantizationPlan:
     block_size: int = 32
     symmetric: bool = True
     errors: list[dict[str, Any]] = field(default_factory=list)
+    prepared: Mapping[str, QuantizedTensor] = field(default_factory=dict)
+    bits: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in (self.weights, self.tables):
             if name not in PRECISIONS:
                 raise InputError(f"the precision {name} is not known; choose one of {', '.join(PRECISIONS)}.")
+        for name, count in self.bits.items():
+            if count not in _PRECISION_OF:
+                raise InputError(f"bits of {name} is {count}; choose 4, 8 or 32 (float).")
 
     def precision(self, role: str) -> str:
-        """`fp32`, `fp16`, `int8` or `int4` for the role `weights` or `tables`."""
+        """`fp32`, `fp16`, `int8` or `int4` for the role `weights` or `tables`; single tensors may differ."""
         return {"weights": self.weights, "tables": self.tables}[role]
 
     def encode(self, name: str, weight: np.ndarray, role: str) -> np.ndarray | QuantizedTensor:
         """`weight` [rows, columns] in its precision: float32, float16 or quantised along the columns.
 
-        Raises `InputError` where float16 cannot hold a value.
+        Raises `InputError` where float16 cannot hold a value, or a prepared tensor is of another shape.
         """
-        precision = self.precision(role)
-        if precision == "fp32":
-            return np.ascontiguousarray(weight, np.float32)
-        if precision == "fp16":
-            return to_float16(name, weight)
-        quantized = round_to_nearest(
-            weight, QuantizationOptions(_BITS[precision], self.block_size, self.symmetric)
-        )
+        quantized = self.prepared.get(name)
+        if quantized is None:
+            precision = _PRECISION_OF[self.bits[name]] if name in self.bits else self.precision(role)
+            if precision == "fp32":
+                return np.ascontiguousarray(weight, np.float32)
+            if precision == "fp16":
+                return to_float16(name, weight)
+            quantized = round_to_nearest(
+                weight, QuantizationOptions(_BITS[precision], self.block_size, self.symmetric)
+            )
+        elif quantized.shape != weight.shape:
+            raise InputError(
+                f"{name} was quantised as {list(quantized.shape)} and is stored as {list(weight.shape)}."
+            )
         error = quantized.error_against(weight)
         self.errors.append(
             {
