@@ -204,6 +204,15 @@ def export(
         str | None,
         typer.Option(help="rtn (round to nearest) or feedback; feedback by default where int4 is asked for."),
     ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(
+            help="Search int4 or int8 by group of matrices: the smallest artifact inside this mean KL."
+        ),
+    ] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(help="The same search: the best model of this many bytes.")
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="TOML file of these options, or android, ios, web, desktop.")
     ] = None,
@@ -228,6 +237,8 @@ def export(
         block_size=block_size,
         symmetric=symmetric,
         quantizer=quantizer,
+        max_kl=max_kl,
+        max_bytes=max_bytes,
         calibration=calibration,
     )
     arguments: dict[str, Any] = {}

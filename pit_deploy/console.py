@@ -68,6 +68,13 @@ def print_export(report: ExportReport) -> None:
             f"Rounding error (relative RMS): mean {q['mean_relative_rms']:.2e}, worst {q['worst_relative_rms']:.2e} "
             f"in {escape(q['worst'])}."
         )
+    if report.choice:
+        c = report.choice
+        eight = sum(1 for g in c["groups"] if g["bits"] == 8)
+        out.print(
+            f"The search chose int8 for {eight} of {len(c['groups'])} groups: KL {c['kl']:.3g} on calibration text, "
+            f"{megabytes(c['nbytes'])}."
+        )
     notes(report.notes)
     what = f"weights {report.weights}, tables {report.tables}, layout {report.layout}"
     following = None if report.to == "hf" else f"pit-deploy verify {report.out}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,10 @@ class ExportOptions:
     """Whether blocks have no zero points; None: none at 8 bits, and zero points at 4 bits with error feedback."""
     quantizer: str | None = None
     """`rtn` or `feedback`; None: `feedback` where int4 is asked for, else `rtn`."""
+    max_kl: float | None = None
+    max_bytes: int | None = None
+    """Either lets a search choose int4 or int8 for each group of matrices: the smallest artifact inside a mean
+    KL, or the best one of a size (of the model's files)."""
 
     def __post_init__(self) -> None:
         for name in ("weights", "tables"):
@@ -43,11 +48,23 @@ class ExportOptions:
                 raise InputError(f"--{name} {value} is not known; choose one of {', '.join(PRECISIONS)}.")
         if self.quantizer is not None and self.quantizer not in QUANTIZERS:
             raise InputError(f"--quantizer {self.quantizer} is not known; choose {' or '.join(QUANTIZERS)}.")
+        if self.max_kl is not None and self.max_bytes is not None:
+            raise InputError("--max-kl and --max-bytes exclude each other: the search keeps one of them.")
+        if self.searches and self.quantizer == "rtn":
+            raise InputError("--max-kl and --max-bytes need --quantizer feedback; leave --quantizer out.")
+        for option, value in (("--max-kl", self.max_kl), ("--max-bytes", self.max_bytes)):
+            if value is not None and not 0 < value < math.inf:
+                raise InputError(f"{option} {value} is not possible; give a positive number.")
         check_layout(self.layout)
         if self.logits not in ("last", "all"):
             raise InputError(f"--logits {self.logits} is not known; choose last or all.")
         if self.context is not None and self.context < 1:
             raise InputError(f"--context {self.context} holds no token; give at least 1.")
+
+    @property
+    def searches(self) -> bool:
+        """Whether precision is searched for, tensor group by tensor group."""
+        return self.max_kl is not None or self.max_bytes is not None
 
     def context_length(self, config: DecoderConfig) -> int:
         """The context asked for; raises `InputError` past the positions that the model was trained for."""

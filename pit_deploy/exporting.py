@@ -24,6 +24,7 @@ from pit_deploy.generation_config import check_generation_config, checkpoint_bos
 from pit_deploy.json_files import write_json
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.plan import QuantizationPlan
+from pit_deploy.quantize.sensitivity import PrecisionChoice
 from pit_deploy.quantize.smoothing import turned_projection
 from pit_deploy.reference import Calibration, calibrate
 
@@ -43,6 +44,8 @@ class ExportReport:
     """Bytes by file."""
     folds: list[str] = field(default_factory=list)
     quantization: dict[str, Any] | None = None
+    choice: dict[str, Any] | None = None
+    """What a search chose: bits, bytes and KL by group (`--max-kl`, `--max-bytes`)."""
     notes: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,6 +66,8 @@ def export(
     block_size: int = 32,
     symmetric: bool | None = None,
     quantizer: str | None = None,
+    max_kl: float | None = None,
+    max_bytes: int | None = None,
     calibration: str | Path | None = None,
     golden: str | Path | Calibration | None = None,
     overwrite: bool = False,
@@ -78,7 +83,18 @@ def export(
     options = _resolve(
         exporter,
         ExportOptions(
-            to, weights, tables, layout, context, logits, profile, block_size, symmetric, quantizer
+            to=to,
+            weights=weights,
+            tables=tables,
+            layout=layout,
+            context=context,
+            logits=logits,
+            profile=profile,
+            block_size=block_size,
+            symmetric=symmetric,
+            quantizer=quantizer,
+            max_kl=max_kl,
+            max_bytes=max_bytes,
         ),
     )
     recorded = golden if isinstance(golden, (str, Path)) else None
@@ -104,7 +120,7 @@ def export(
                 checkpoint, context_length, text=calibration, reference=golden, progress=progress
             )
         model = load_folded(checkpoint, _layout(options, checkpoint), progress=progress)
-        model, plan = quantized(model, options, learned, progress=progress)
+        model, plan, choice = quantized(model, config, options, learned, progress=progress)
         recorded_golden = replace(
             learned.golden, projection=turned_projection(model, learned.golden.projection)
         )
@@ -140,6 +156,7 @@ def export(
         report.total_bytes = sum(report.parts.values())
         report.folds = model.folds
         summary = manifest.quantization_summary
+        report.choice = None if choice is None else choice.to_dict()
         report.quantization = summary.model_dump() if summary else None
         report.notes = [*checkpoint.notes, *artifact.notes]
         return report
@@ -148,28 +165,50 @@ def export(
 
 
 def quantized(
-    model: FoldedModel, options: ExportOptions, learned: Calibration, *, progress: Progress = silent
-) -> tuple[FoldedModel, QuantizationPlan]:
-    """The model in the form that rounds best, and the plan that rounds it. Float settings change nothing.
+    model: FoldedModel,
+    config: DecoderConfig,
+    options: ExportOptions,
+    learned: Calibration,
+    *,
+    progress: Progress = silent,
+) -> tuple[FoldedModel, QuantizationPlan, PrecisionChoice | None]:
+    """The model in the form that rounds best, the plan that rounds it, and the search's choice if there was one.
 
     The function stays what it was: a basis for the shared table, and rotations within blocks of channels.
+    Float settings change nothing.
     """
     from pit_deploy.quantize.calibrated import States, quantize_model
     from pit_deploy.quantize.smoothing import rotated
 
     weights, tables = options.weights or "fp32", options.tables or "fp32"
-    four_bits = "int4" in (weights, tables)
+    four_bits = options.searches or "int4" in (weights, tables)
     feedback = (options.quantizer or ("feedback" if four_bits else "rtn")) == "feedback"
     symmetric = not (four_bits and feedback) if options.symmetric is None else options.symmetric
     plan = QuantizationPlan(weights, tables, options.block_size, symmetric)
     if not {weights, tables} & {"int8", "int4"}:
-        return model, plan
+        return model, plan, None
     model = in_quantization_basis(model, plan, learned)
     if not feedback:
-        return rotated(model), plan
-    states = States(learned.state_second_moment, learned.probabilities)
-    result = quantize_model(model, plan, learned.ids, states, progress=progress)
-    return result.model, result.plan
+        return rotated(model), plan, None
+    result = quantize_model(
+        model,
+        plan,
+        learned.ids,
+        States(learned.state_second_moment, learned.probabilities),
+        max_kl=options.max_kl,
+        max_bytes=options.max_bytes,
+        fixed_bytes=_unquantised_bytes(config, options),
+        activations=options.block_size,
+        progress=progress,
+    )
+    return result.model, result.plan, result.choice
+
+
+def _unquantised_bytes(config: DecoderConfig, options: ExportOptions) -> int:
+    """What a model file holds besides its quantised matrices: maps, norms, rotary tables and the graph."""
+    d, layers = config.hidden_size, config.num_hidden_layers
+    rotary = options.context_length(config) * config.head_dim
+    return 4 * (2 * d * d + (2 * layers + 1) * d + rotary) + 10_000 * layers
 
 
 def in_quantization_basis(model: FoldedModel, plan: QuantizationPlan, learned: Calibration) -> FoldedModel:
@@ -273,6 +312,5 @@ def _export_plain(
         sum(parts.values()),
         parts,
         model.folds,
-        None,
-        notes,
+        notes=notes,
     )

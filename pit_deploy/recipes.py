@@ -69,6 +69,7 @@ def _checked(path: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(key: str, default: Any) -> type:
-    if key == "context":
-        return int
+    special = {"context": int, "max_bytes": int, "max_kl": float, "symmetric": bool}
+    if key in special:
+        return special[key]
     return str if default is None else type(default)

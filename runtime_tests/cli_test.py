@@ -157,6 +157,9 @@ def test_hf_target_opens_in_transformers(call: Call, made: Path, checkpoint: Pat
     with torch.no_grad():
         a, b = (AutoModelForCausalLM.from_pretrained(p)(ids).logits for p in (tmp_path / "hf", checkpoint))
     assert float((a - b).abs().max()) <= 1e-4
+    status, _, err = call("export", made / "pit", tmp_path / "hf8", "--to", "hf", "--max-kl", "0.1")
+    assert status == 2
+    assert "writes floats" in err
     status, _, err = call("export", made / "pit", tmp_path / "hf8", "--to", "hf", "--weights", "int8")
     assert status == 2
     assert "fp32 or fp16" in err
@@ -536,3 +539,24 @@ def test_quantisers(call: Call, made: Path, tmp_path: Path):
     status, _, err = call("export", made / "pit", tmp_path / "x", "--quantizer", "magic")
     assert status == 2
     assert "rtn or feedback" in err
+
+
+def test_search_for_precision(call: Call, made: Path, tmp_path: Path):
+    status, out, err = call("export", made / "pit", tmp_path / "kl", "--max-kl", "0.02", "--json")
+    assert status == 0, err
+    report = json.loads(out)
+    assert report["choice"]["kl"] <= 0.02
+    bits = {entry.name: entry.bits for entry in Bundle.open(tmp_path / "kl").manifest.quantization}
+    assert all(bits[name] == count for name, count in report["choice"]["bits"].items())
+    for arguments, message in (
+        (("--max-kl", "1e-12"), "the best reached is"),
+        (("--max-kl", "0.1", "--max-bytes", "1000"), "exclude each other"),
+        (("--max-kl", "nan"), "--max-kl nan"),
+        (("--max-bytes", "1000"), "the smallest choice has"),
+        (("--max-kl", "0.1", "--quantizer", "rtn"), "--quantizer feedback"),
+    ):
+        status, _, err = call("export", made / "pit", tmp_path / "x", *arguments)
+        assert status == 2
+        assert one_sentence(err), err
+        assert message in err
+    assert not (tmp_path / "x").exists()

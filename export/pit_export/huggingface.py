@@ -28,6 +28,8 @@ class HuggingFaceExporter:
         for name, value in (("--weights", options.weights), ("--tables", options.tables)):
             if value not in _DTYPES:
                 raise InputError(f"{name} {value} cannot be written with --to hf; choose fp32 or fp16.")
+        if options.searches or options.quantizer is not None:
+            raise InputError("--to hf writes floats; leave --quantizer, --max-kl and --max-bytes out.")
         if options.weights != options.tables:
             raise InputError(
                 f"--weights {options.weights} and --tables {options.tables} differ; a Hugging Face directory "
