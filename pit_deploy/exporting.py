@@ -126,6 +126,7 @@ def export(
         )
         with atomic_output(out, overwrite=overwrite) as partial:
             artifact = exporter.write(model, config, options, plan, tokenizer_length, partial, progress)
+            _check_size(partial, options)
             carry_files(checkpoint.path, partial)
             write_json(partial / "config.json", model.config)
             exporter.finish(
@@ -204,11 +205,23 @@ def quantized(
     return result.model, result.plan, result.choice
 
 
+def _check_size(directory: Path, options: ExportOptions) -> None:
+    written = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    if options.max_bytes is not None and written > options.max_bytes:
+        raise InputError(
+            f"--max-bytes {options.max_bytes} was missed: the model's files have {written} bytes; ask for "
+            f"{written - options.max_bytes} fewer."
+        )
+
+
 def _unquantised_bytes(config: DecoderConfig, options: ExportOptions) -> int:
-    """What a model file holds besides its quantised matrices: maps, norms, rotary tables and the graph."""
+    """What a model file holds besides its quantised matrices: maps, norms, rotary tables, graph and padding.
+
+    A little more than it is, so that `--max-bytes` is kept: on the sample graph and padding take 15 kB a layer.
+    """
     d, layers = config.hidden_size, config.num_hidden_layers
     rotary = options.context_length(config) * config.head_dim
-    return 4 * (2 * d * d + (2 * layers + 1) * d + rotary) + 10_000 * layers
+    return 4 * (2 * d * d + (2 * layers + 1) * d + rotary) + 20_000 * layers + 100_000
 
 
 def in_quantization_basis(model: FoldedModel, plan: QuantizationPlan, learned: Calibration) -> FoldedModel:

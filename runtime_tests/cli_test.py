@@ -548,6 +548,9 @@ def test_search_for_precision(call: Call, made: Path, tmp_path: Path):
     assert report["choice"]["kl"] <= 0.02
     bits = {entry.name: entry.bits for entry in Bundle.open(tmp_path / "kl").manifest.quantization}
     assert all(bits[name] == count for name, count in report["choice"]["bits"].items())
+    limit = 400_000
+    assert call("export", made / "pit", tmp_path / "bytes", "--max-bytes", limit)[0] == 0
+    assert sum(f.stat().st_size for f in (tmp_path / "bytes").glob("model.onnx*")) <= limit
     for arguments, message in (
         (("--max-kl", "1e-12"), "the best reached is"),
         (("--max-kl", "0.1", "--max-bytes", "1000"), "exclude each other"),
