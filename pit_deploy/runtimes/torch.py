@@ -208,7 +208,7 @@ def _exchange_tables(
 
 
 def _matrix(value: np.ndarray | None) -> torch.Tensor | None:
-    return None if value is None else torch.from_numpy(value)
+    return None if value is None else torch.from_numpy(value).double()
 
 
 def _tokens(checkpoint: Checkpoint) -> int | None:
