@@ -19,7 +19,7 @@ from pit_deploy.errors import InputError
 from pit_deploy.export_options import Exporter, ExportOptions
 from pit_deploy.extras import require
 from pit_deploy.files import atomic_output, check_output, check_room
-from pit_deploy.folding import FoldedModel, SharedTable, load_folded, with_tables
+from pit_deploy.folding import FoldedModel, SharedTable, check_shareable, load_folded, with_tables
 from pit_deploy.generation_config import check_generation_config, checkpoint_bos_id, checkpoint_end_ids
 from pit_deploy.json_files import write_json
 from pit_deploy.progress import Progress, silent
@@ -107,7 +107,8 @@ def export(
         check_backbone_tensors(checkpoint, config)
         config = replace(config, vocab_size=checkpoint.table_rows)
         exporter.check(config, options)
-        _check_shared(checkpoint, layout)
+        check_shareable(checkpoint, layout)
+        checkpoint.check_tables()
         tokenizer_length = checkpoint.check_vocabulary()
         ends = checkpoint_end_ids(checkpoint)
         check_generation_config(checkpoint)
@@ -281,20 +282,6 @@ def _layout(options: ExportOptions, checkpoint: Checkpoint) -> str | None:
     if options.layout is not None:
         return options.layout
     return "shared" if checkpoint.kind == "pit" else None
-
-
-def _check_shared(checkpoint: Checkpoint, layout: str | None) -> None:
-    if (
-        layout == "shared"
-        and checkpoint.kind != "pit"
-        and checkpoint.layout != "shared"
-        and not checkpoint.tied
-    ):
-        raise InputError(
-            f"{checkpoint.label}: config.json says tie_word_embeddings false and the checkpoint has two different "
-            f"tables, so --layout shared cannot be written; pass --layout untied, or convert the model to PIT."
-        )
-    checkpoint.check_tables()
 
 
 def _export_plain(

@@ -156,11 +156,7 @@ def load_folded(
             check_finite(getattr(shared, name), f"{checkpoint.label}: pit.{name}")
         tables: Tables = separate(shared) if layout == "untied" else shared
         return FoldedModel(checkpoint, _untied_config(config, checkpoint), tables, folds)
-    if not checkpoint.tied and layout == "shared":
-        raise InputError(
-            f"{checkpoint.label}: config.json says tie_word_embeddings false and the checkpoint has two different "
-            f"tables, so --layout shared cannot be written; pass --layout untied, or convert the model to PIT."
-        )
+    check_shareable(checkpoint, layout)
     embedding = checkpoint.read(checkpoint.embedding_key)
     check_finite(embedding, checkpoint.embedding_key)
     if checkpoint.tied and layout != "untied":
@@ -280,6 +276,16 @@ def copy_companions(source: Path, target: Path) -> None:
     for name in names:
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)
+
+
+def check_shareable(checkpoint: Checkpoint, layout: str | None) -> None:
+    """Raise `InputError` where one table is asked of a source that has two and is not PIT."""
+    one_table = checkpoint.kind == "pit" or checkpoint.layout == "shared" or checkpoint.tied
+    if layout == "shared" and not one_table:
+        raise InputError(
+            f"{checkpoint.label}: config.json says tie_word_embeddings false and the checkpoint has two different "
+            f"tables, so --layout shared cannot be written; pass --layout untied, or convert the model to PIT."
+        )
 
 
 def check_layout(layout: str | None) -> None:
