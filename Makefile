@@ -5,7 +5,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint clean
+.PHONY: demo test test-slow lint study clean
 
 demo: $(STAMP)
 	$(RUN)/pit-deploy demo demo --overwrite
@@ -20,6 +20,10 @@ lint: $(STAMP)
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+
+# The training study of docs/study.md; finished runs are kept in build/study and not run again.
+study: $(STAMP)
+	$(RUN)/python -m pit_deploy.training.study
 
 $(STAMP): pyproject.toml
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pit_deploy.running import run as run
     from pit_deploy.runtimes import open_runtime as open_runtime
     from pit_deploy.sample import write_sample as write_sample
+    from pit_deploy.training.run import train as train
 
 _PLACES = {
     "Bundle": "bundle",
@@ -36,6 +37,7 @@ _PLACES = {
     "inspect": "inspection",
     "open_runtime": "runtimes",
     "run": "running",
+    "train": "training.run",
     "verify": "parity",
     "write_sample": "sample",
 }

@@ -153,14 +153,144 @@ def fold(
 
 
 @app.command(rich_help_panel="Checkpoints")
+def train(
+    source: Annotated[str, typer.Argument(metavar="PIT", help="PIT checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; OUT.run beside it keeps the run.")],
+    text: Annotated[
+        list[str],
+        typer.Option("--text", help="Text file, .jsonl file, or datasets:NAME; repeat for several."),
+    ],
+    evaluation: Annotated[
+        list[str] | None,
+        typer.Option("--eval", help="The same, to evaluate on; the end of the text by default."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="One pass over the text by default.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Blocks a process takes at once.")] = 8,
+    accumulate: Annotated[int, typer.Option(help="Batches that make one step.")] = 1,
+    block_length: Annotated[
+        int | None, typer.Option(help="Tokens of a block. [dim]\\[default: 512][/]")
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="Peak rate of the backbone.")] = 1e-4,
+    interface_rate: Annotated[
+        float | None,
+        typer.Option(help="Peak rate of the token table that the interface stands for; as the backbone's."),
+    ] = None,
+    transform_rate: Annotated[
+        float | None, typer.Option(help="Length of a step of L, relative to one direction of it; derived.")
+    ] = None,
+    memory_decay: Annotated[float, typer.Option(help="Exponent of the schedule for Z.")] = 2.0,
+    warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.05,
+    final_rate: Annotated[float, typer.Option(help="Where the cosine ends, relative to the peak.")] = 0.1,
+    weight_decay: Annotated[float, typer.Option(help="Of the backbone's matrices.")] = 0.01,
+    max_grad_norm: Annotated[float, typer.Option(help="Gradients are clipped to it.")] = 1.0,
+    optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    memory: Annotated[str | None, typer.Option(help="stiefel or frozen; as the checkpoint says.")] = None,
+    anneal_bridge: Annotated[
+        int | None, typer.Option(metavar="N", help="Turn the bridge into one number within N steps.")
+    ] = None,
+    scale: Annotated[float | None, typer.Option(help="From scratch: start from T = SCALE I.")] = None,
+    multiplier: Annotated[float | None, typer.Option(help="From scratch: of the embeddings.")] = None,
+    precision: Annotated[str, typer.Option(help="fp32 or bf16 (autocast; weights stay float32).")] = "fp32",
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Less memory, a third more work.")
+    ] = False,
+    lora: Annotated[
+        int | None, typer.Option(metavar="RANK", help="Train an adapter of the backbone only.")
+    ] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapter instead of merging it.")
+    ] = False,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Spread weights over the processes of torchrun.")
+    ] = False,
+    eval_share: Annotated[float, typer.Option(help="Share of the text held out.")] = 0.05,
+    eval_every: Annotated[int | None, typer.Option(help="Steps; a tenth of all by default.")] = None,
+    log_every: Annotated[int, typer.Option(help="Steps.")] = 1,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints; none by default.")
+    ] = None,
+    keep: Annotated[int, typer.Option(help="Checkpoints kept.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the order of the text.")] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint of the run.")
+    ] = False,
+    overwrite: Overwrite = False,
+    json: Json = None,
+) -> None:
+    """Train a PIT checkpoint on text: continued pretraining, from scratch, or an adapter."""
+    from pit_deploy.training.run import train as call
+
+    with bars(json) as progress:
+        report = call(
+            source,
+            out,
+            text=text,
+            evaluation=evaluation,
+            resume=resume,
+            overwrite=overwrite,
+            progress=progress,
+            steps=steps,
+            batch_size=batch_size,
+            accumulate=accumulate,
+            block_length=block_length,
+            learning_rate=learning_rate,
+            interface_rate=interface_rate,
+            transform_rate=transform_rate,
+            memory_decay=memory_decay,
+            warmup=warmup,
+            final_rate=final_rate,
+            weight_decay=weight_decay,
+            max_grad_norm=max_grad_norm,
+            optimizer=optimizer,
+            memory=memory,
+            anneal_bridge=anneal_bridge,
+            scale=scale,
+            multiplier=multiplier,
+            precision=precision,
+            gradient_checkpointing=gradient_checkpointing,
+            lora=lora,
+            adapter=adapter,
+            fsdp=fsdp,
+            eval_share=eval_share,
+            eval_every=eval_every,
+            log_every=log_every,
+            save_every=save_every,
+            keep=keep,
+            seed=seed,
+        )
+    if os.environ.get("RANK", "0") == "0" and not emit(json, report.to_dict()):
+        console.print_training(report)
+
+
+@app.command(rich_help_panel="Checkpoints")
 def inspect(
     path: Annotated[str, typer.Argument(help="Checkpoint or bundle.")],
+    lens: Annotated[
+        bool, typer.Option("--lens", help="Run a checkpoint and show what its head says of each layer.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="With --lens: write a page with plots.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what a checkpoint or a bundle is: sizes, interface error, condition, folds done."""
     from pit_deploy.inspection import inspect as call
 
+    if html is not None:
+        from pit_deploy.report import require_report_packages
+
+        if not lens:
+            raise InputError("--html shows the logit lens; give --lens too.")
+        require_report_packages()
+        check_report(html)
     result = call(path)
+    if lens:
+        from pit_deploy.training.diagnostics import logit_lens
+
+        result["lens"] = logit_lens(path)["layers"]
+        if html is not None:
+            from pit_deploy.training.pages import write_lens_page
+
+            shown = {"path": path, "kind": result["kind"], "tokens": 512, "layers": result["lens"]}
+            write_lens_page([shown], html)
     if not emit("-" if json else None, result):
         console.print_inspection(result)
 
@@ -170,7 +300,8 @@ def export(
     source: Annotated[str, typer.Argument(metavar="SRC", help="PIT, folded or plain checkpoint.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
     to: Annotated[
-        str | None, typer.Option("--to", help="Target: onnx or hf. [dim]\\[default: onnx][/]")
+        str | None,
+        typer.Option("--to", help="Target: onnx, executorch, coreml or hf. [dim]\\[default: onnx][/]"),
     ] = None,
     weights: Annotated[
         str | None, typer.Option(help="Of the backbone: fp32, fp16, int8, int4. [dim]\\[default: int8][/]")
@@ -195,7 +326,8 @@ def export(
         str | None, typer.Option(help="default, or standard: only standard ONNX operators.")
     ] = None,
     block_size: Annotated[
-        int | None, typer.Option(help="Weights that share a scale. [dim]\\[default: 32][/]")
+        int | None,
+        typer.Option(help="Weights that share a scale. [dim]\\[default: 32, with error feedback 64][/]"),
     ] = None,
     symmetric: Annotated[
         bool | None, typer.Option("--symmetric/--zero-points", help="Whether blocks have zero points.")
@@ -270,7 +402,13 @@ def verify(
 ) -> None:
     """Check a bundle's files, tokenizer and outputs against the training-time model. A miss is exit status 1."""
     from pit_deploy.parity import verify as call
+    from pit_deploy.runtimes import TEXT_FIT
 
+    if runtime in TEXT_FIT:
+        if html is not None or source is not None or layers:
+            raise InputError(f"--html, --source and --layers need logits, and {runtime} gives only text.")
+        verify_text(bundle, runtime, threads, json)
+        return
     if html is not None:
         from pit_deploy.report import require_report_packages
 
@@ -295,6 +433,16 @@ def verify(
     report.raise_if_failed()
 
 
+def verify_text(bundle: Path, runtime: str, threads: int | None, json: str | None) -> None:
+    """`verify` for a stock runner."""
+    from pit_deploy.text_parity import verify_text as call
+
+    report = call(bundle, runtime, threads=threads)
+    if not emit(json, report.to_dict()):
+        console.print_text_parity(report)
+    report.raise_if_failed()
+
+
 @app.command(rich_help_panel="Bundles")
 def run(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE")],
@@ -312,6 +460,11 @@ def run(
     repetition_penalty: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Use the model's chat template.")] = False,
+    speculate: Annotated[
+        bool,
+        typer.Option("--speculate", help="The same text, sooner where it repeats the prompt or itself."),
+    ] = False,
+    runtime: Annotated[str | None, typer.Option(help="Runtime by name; the usual one by default.")] = None,
     threads: Threads = None,
     json: Json = None,
 ) -> None:
@@ -330,6 +483,8 @@ def run(
         repetition_penalty=repetition_penalty,
         seed=seed,
         chat=chat,
+        speculate=speculate,
+        runtime=runtime,
         threads=threads,
         on_text=(lambda text: print(text, end="", flush=True)) if shown else (lambda text: None),
     )
@@ -400,6 +555,9 @@ def bench(
 @app.command(rich_help_panel="Start here")
 def demo(
     out: Annotated[Path, typer.Argument(help="Folder to write.")] = Path("demo"),
+    train: Annotated[
+        bool, typer.Option("--train", help="Train the converted model on some English first (minutes).")
+    ] = False,
     threads: Threads = None,
     overwrite: Overwrite = False,
     json: Json = None,
@@ -408,7 +566,7 @@ def demo(
     from pit_deploy.demo import demo as call
 
     with bars(json) as progress:
-        result = call(out, threads=threads, overwrite=overwrite, progress=progress)
+        result = call(out, train=train, threads=threads, overwrite=overwrite, progress=progress)
     if not emit(json, result.to_dict()):
         console.print_demo(result)
     for report in result.parities:

@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from pit_deploy.conversion import ConversionReport
     from pit_deploy.demo import DemoResult
     from pit_deploy.exporting import ExportReport
+    from pit_deploy.generate import Generation
     from pit_deploy.parity import ParityReport
     from pit_deploy.running import Answer
+    from pit_deploy.text_parity import TextReport
+    from pit_deploy.training.run import TrainingReport
 
 out = Console(highlight=False, soft_wrap=True)
 
@@ -52,6 +55,24 @@ def print_conversion(report: ConversionReport) -> None:
         )
     done(
         f"The PIT checkpoint is in {report.out} (bridge: {report.bridge}).",
+        f"pit-deploy export {report.out} bundle",
+    )
+
+
+def print_training(report: TrainingReport) -> None:
+    table = _table("what", "value")
+    table.add_row("steps", f"{report.steps:,}")
+    table.add_row("tokens", f"{report.tokens:,}")
+    table.add_row("held-out loss before", _number(report.loss_before, ".4f"))
+    table.add_row("held-out loss after", _number(report.loss, ".4f"))
+    table.add_row("interface error (delta_TI)", _number(report.interface_error))
+    table.add_row("largest entry of |ZᵀZ - I|", _number(report.orthonormality_error))
+    table.add_row("condition of T", _number(report.condition, ".4g"))
+    table.add_row("loss spikes", f"{report.spikes}")
+    out.print(table)
+    notes(report.notes)
+    done(
+        f"The trained checkpoint is in {report.out} (bridge: {report.bridge}), the log in {report.run_folder}.",
         f"pit-deploy export {report.out} bundle",
     )
 
@@ -105,6 +126,19 @@ def print_parity(report: ParityReport) -> None:
     )
 
 
+def print_text_parity(report: TextReport) -> None:
+    out.print(f"prompt     {escape(report.prompt)}")
+    out.print(f"expected   {escape(report.expected)}")
+    out.print(f"generated  {escape(report.found)}")
+    verdict = "[green]passed[/]" if report.passed else "[red]out of tolerance[/]"
+    same = "equal" if report.equal else "different"
+    limit = "" if report.required else " (not required at this precision)"
+    out.print(
+        f"{escape(report.bundle)} in {report.runtime}, {report.precision}: {verdict}; the greedy text of "
+        f"{report.tokens} tokens is {same}{limit}."
+    )
+
+
 def print_layers(report: ParityReport) -> None:
     table = _table("hidden state after", "relative error, median", "largest")
     first = report.first_diverging_layer
@@ -118,10 +152,17 @@ def print_layers(report: ParityReport) -> None:
 def print_inspection(found: dict[str, Any]) -> None:
     table = _table("what", "value")
     for key, value in found.items():
-        if key == "notes" or value is None:
+        if key in ("notes", "lens") or value is None:
             continue
         table.add_row(key.replace("_", " "), escape(_plain(key, value)))
     out.print(table)
+    if "lens" in found:
+        table = _table("head after layer", "KL to the end", "top-1 as the end", "entropy")
+        for row in found["lens"]:
+            table.add_row(
+                f"{row['layer']}", f"{row['kl']:.3g}", f"{row['top1']:.1%}", f"{row['entropy']:.3g}"
+            )
+        out.print(table)
     notes(found.get("notes", []))
 
 
@@ -131,8 +172,15 @@ def print_generation(answer: Answer) -> None:
     Console(stderr=True, highlight=False).print(
         f"[dim]{generation.prompt_tokens} prompt tokens in {generation.prefill_seconds:.2f} s, "
         f"{len(generation.ids)} tokens at {generation.tokens_per_second:.1f} a second, ended by "
-        f"{generation.finish_reason}[/]"
+        f"{generation.finish_reason}{_speculation(generation)}[/]"
     )
+
+
+def _speculation(generation: Generation) -> str:
+    counts = generation.speculation
+    if counts is None:
+        return ""
+    return f"; {counts.accepted} of {counts.drafted} drafted tokens were right, in {counts.passes} passes"
 
 
 def print_demo(result: DemoResult) -> None:
@@ -150,6 +198,12 @@ def print_demo(result: DemoResult) -> None:
         )
     out.print(table)
     conversion = result.conversion
+    if result.training is not None:
+        t = result.training
+        out.print(
+            f"Trained for {t.steps} steps: held-out loss {_number(t.loss_before, '.4f')} to {_number(t.loss, '.4f')}, "
+            f"delta_TI {_number(t.interface_error)}."
+        )
     out.print(
         f"Interface error delta_TI: {_number(conversion.interface_error_source)} in the tied source, "
         f"{_number(conversion.interface_error)} with PIT; logits changed by at most "

@@ -15,6 +15,15 @@ from pit_deploy.progress import Progress, silent
 
 QUESTION = "What is the capital of France, and what is it known for?"
 PRECISIONS = ("fp32", "int8")
+TRAINING: dict[str, Any] = {
+    "steps": 24,
+    "batch_size": 2,
+    "block_length": 256,
+    "learning_rate": 2e-5,
+    "eval_every": 8,
+    "eval_share": 0.03,
+}
+"""The short training of `train`: 12,288 tokens, some minutes on two cores."""
 
 
 @dataclass
@@ -23,6 +32,7 @@ class DemoResult:
 
     out: Path
     conversion: ConversionReport
+    training: Any = None
     exports: list[Any] = field(default_factory=list)
     parities: list[Any] = field(default_factory=list)
     question: str = QUESTION
@@ -39,6 +49,7 @@ class DemoResult:
             "out": str(self.out),
             "passed": self.passed,
             "conversion": self.conversion.to_dict(),
+            "training": None if self.training is None else self.training.to_dict(),
             "exports": [e.to_dict() for e in self.exports],
             "parity": [p.to_dict() for p in self.parities],
             "chat": {
@@ -53,14 +64,16 @@ class DemoResult:
 def demo(
     out: str | Path = "demo",
     *,
+    train: bool = False,
     threads: int | None = None,
     overwrite: bool = False,
     progress: Progress = silent,
 ) -> DemoResult:
     """Sample, convert with the bridge, fold, export fp32 and int8, verify both, answer a question, report.
 
-    Everything lands in `out`: sample/, pit/, folded/, onnx-fp32/, onnx-int8/ and report.html. With `overwrite`
-    each part is replaced when it is made anew; a sample that is there is used again.
+    Everything lands in `out`: sample/, pit/, folded/, onnx-fp32/, onnx-int8/ and report.html. With `train` the
+    converted model is trained on some English text first, into trained/, and what follows is made from that. With
+    `overwrite` each part is replaced when it is made anew; a sample that is there is used again.
     """
     from pit_deploy.architecture import DecoderConfig
     from pit_deploy.checkpoint import open_checkpoint
@@ -83,18 +96,23 @@ def demo(
             write_sample(out / "sample", overwrite=True, progress=progress)
     with _timed(seconds, "convert"):
         conversion = convert(out / "sample", out / "pit", overwrite=True, progress=progress)
-    with _timed(seconds, "fold"):
-        fold(out / "pit", out / "folded", overwrite=True, progress=progress)
     result = DemoResult(out, conversion, seconds=seconds)
+    model = out / "pit"
+    if train:
+        with _timed(seconds, "train"):
+            result.training = _train(model, out, progress)
+        model = out / "trained"
+    with _timed(seconds, "fold"):
+        fold(model, out / "folded", overwrite=True, progress=progress)
     with _timed(seconds, "record"):
-        checkpoint = open_checkpoint(out / "pit")
+        checkpoint = open_checkpoint(model)
         context = ExportOptions().context_length(DecoderConfig.from_hf(checkpoint.backbone_config))
         learned = calibrate(checkpoint, context, progress=progress)
     for precision in PRECISIONS:
         with _timed(seconds, f"export {precision}"):
             result.exports.append(
                 export(
-                    out / "pit",
+                    model,
                     out / f"onnx-{precision}",
                     weights=precision,
                     tables=precision,
@@ -119,6 +137,15 @@ def demo(
         timings=seconds,
     )
     return result
+
+
+def _train(source: Path, out: Path, progress: Progress) -> Any:
+    from pit_deploy.training.data import english_text
+    from pit_deploy.training.run import train
+
+    text = out / "training-text.txt"
+    text.write_text(english_text(), encoding="utf-8")
+    return train(source, out / "trained", text=[text], overwrite=True, progress=progress, **TRAINING)
 
 
 @contextmanager

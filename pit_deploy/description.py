@@ -17,6 +17,7 @@ from pit_deploy.golden import GoldenRecord, versions
 from pit_deploy.json_files import read_json_if_there
 from pit_deploy.manifest import (
     Architecture,
+    CoreMLProgram,
     Golden,
     ManifestBody,
     Precision,
@@ -83,6 +84,7 @@ def describe(
         quantization=quantization,
         quantization_summary=QuantizationSummary.of(quantization),
         tokenizer_checks=tuple(tokenizer_checks(tokenizer, list(specials.values()))),
+        coreml=None if artifact.coreml is None else CoreMLProgram(**artifact.coreml),
         golden=Golden(
             file="golden.safetensors",
             positions=golden.positions,

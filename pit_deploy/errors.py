@@ -45,6 +45,16 @@ class ContextFullError(PitDeployError):
         self.used, self.needed, self.context_length = used, needed, context_length
 
 
+class RuntimeDiedError(PitDeployError):
+    """The process of a runtime ended, or was ended because it did not answer."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class ParityError(PitDeployError):
     """A check ran and its result is out of tolerance."""
 

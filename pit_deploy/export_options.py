@@ -62,6 +62,12 @@ class ExportOptions:
             raise InputError(f"--context {self.context} holds no token; give at least 1.")
 
     @property
+    def feedback(self) -> bool:
+        """Whether matrices are rounded with error feedback."""
+        four_bits = self.searches or "int4" in (self.weights, self.tables)
+        return (self.quantizer or ("feedback" if four_bits else "rtn")) == "feedback"
+
+    @property
     def searches(self) -> bool:
         """Whether precision is searched for, tensor group by tensor group."""
         return self.max_kl is not None or self.max_bytes is not None
@@ -92,6 +98,8 @@ class Artifact:
     hidden_states: list[str]
     precision: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+    coreml: dict[str, Any] | None = None
+    """The manifest's field of that name; None for other runtimes."""
 
 
 class Exporter(Protocol):

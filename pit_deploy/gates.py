@@ -27,12 +27,26 @@ class Gate:
 GATES: dict[str, Gate] = {
     "fp32": Gate(max_abs=1e-3, mean_kl=1e-6, top1=1.0, greedy=True, layer=1e-3),
     "fp16": Gate(max_abs=None, mean_kl=1e-4, top1=0.995, greedy=False, layer=1e-2),
-    "int8": Gate(max_abs=None, mean_kl=7e-3, top1=0.945, greedy=False, layer=0.15),
+    "int8": Gate(max_abs=None, mean_kl=5e-3, top1=0.95, greedy=False, layer=0.15),
     "int4": Gate(max_abs=None, mean_kl=5e-2, top1=0.90, greedy=False, layer=0.5),
 }
 
 
-GATES_BY_RUNTIME: dict[str, dict[str, Gate]] = {"onnx": GATES}
+# Core ML computes in float16 and not only stores it: every activation is rounded.
+COREML = {
+    **GATES,
+    "fp16": Gate(max_abs=None, mean_kl=1e-3, top1=0.99, greedy=False, layer=5e-2),
+    "int8": Gate(max_abs=None, mean_kl=7e-3, top1=0.945, greedy=False, layer=0.15),
+}
+
+# ExecuTorch rounds activations a whole token at a time, with one scale for all channels.
+EXECUTORCH = {
+    **GATES,
+    "int8": Gate(max_abs=None, mean_kl=2.5e-2, top1=0.92, greedy=False, layer=0.3),
+    "int4": Gate(max_abs=None, mean_kl=0.6, top1=0.60, greedy=False, layer=0.8),
+}
+
+GATES_BY_RUNTIME: dict[str, dict[str, Gate]] = {"onnx": GATES, "executorch": EXECUTORCH, "coreml": COREML}
 """By the manifest's `runtime`; another runtime brings limits of its own."""
 
 

@@ -11,8 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 from pit_deploy.errors import InputError
-from pit_deploy.runtimes.base import Runtime, check_room
+from pit_deploy.runtimes.base import Runtime, VerifyingRuntime, check_room
 from pit_deploy.sampling import SamplingOptions, sample
+from pit_deploy.speculation import Speculation, SpeculationCounts
 
 FinishReason = Literal["stop", "length", "context_full", "cancelled"]
 
@@ -23,7 +24,7 @@ class Generation:
 
     `ids` never holds the stop id; that is `stop_id` (None unless the reason is "stop"). `prefill_seconds` is
     the prompt's run and the first draw (time to first token), `decode_seconds` all later runs and draws; time
-    in the caller's callback is in neither.
+    in the caller's callback is in neither. `speculation` says what drafts did, None without them.
     """
 
     ids: tuple[int, ...]
@@ -32,6 +33,7 @@ class Generation:
     prompt_tokens: int
     prefill_seconds: float
     decode_seconds: float
+    speculation: SpeculationCounts | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -48,7 +50,9 @@ class Generation:
 class TokenStream(Iterator[int]):
     """The ids of one generation, one `next` a token; made by `stream`.
 
-    `cancel` ends it before the next token, from any thread. `generation` is the result once it has ended.
+    `cancel` ends it before the next token, from any thread. `generation` is the result once it has ended. With
+    `speculate` the runtime's cache may hold more than the text until the stream has ended and, after a `cancel`,
+    until `generation` was read.
     """
 
     def __init__(
@@ -60,10 +64,12 @@ class TokenStream(Iterator[int]):
         options: SamplingOptions,
         stop_ids: Collection[int],
         history: Collection[int],
+        speculate: bool,
     ) -> None:
         if max_new_tokens < 0:
             raise InputError(f"max_new_tokens must be 0 or more, but is {max_new_tokens}.")
         check_room(runtime, prompt_ids)
+        self._speculation = _speculation(runtime, [*history, *prompt_ids]) if speculate else None
         self._runtime, self._options = runtime, options
         self._prompt = list(prompt_ids)
         self._max_new_tokens = max_new_tokens
@@ -79,11 +85,14 @@ class TokenStream(Iterator[int]):
         if self._reason is None:
             self._reason = self._end_before_run()
         if self._reason is not None:
+            self._settle()
             raise StopIteration
         started = time.perf_counter()
-        id = self._draw(
-            self._runtime.decode(self._ids[-1]) if self._ids else self._runtime.prefill(self._prompt)
-        )
+        try:
+            id = self._draw(self._logits())
+        except BaseException:
+            self._settle()
+            raise
         seconds = time.perf_counter() - started
         if self._ids:
             self._decode_seconds += seconds
@@ -91,6 +100,7 @@ class TokenStream(Iterator[int]):
             self._prefill_seconds = seconds
         if id in self._stop_ids:
             self._stop_id, self._reason = id, "stop"
+            self._settle()
             raise StopIteration
         self._ids.append(id)
         self._seen.add(id)
@@ -107,6 +117,7 @@ class TokenStream(Iterator[int]):
             self._reason = "cancelled"
         if self._reason is None:
             raise RuntimeError("The stream has not ended yet; iterate to its end or call cancel().")
+        self._settle()
         return Generation(
             tuple(self._ids),
             self._reason,
@@ -114,6 +125,7 @@ class TokenStream(Iterator[int]):
             len(self._prompt),
             self._prefill_seconds,
             self._decode_seconds,
+            None if self._speculation is None else self._speculation.counts,
         )
 
     def _end_before_run(self) -> FinishReason | None:
@@ -121,14 +133,38 @@ class TokenStream(Iterator[int]):
             return "cancelled"
         if len(self._ids) >= self._max_new_tokens:
             return "length"
-        if self._ids and self._runtime.position >= self._runtime.context_length:
+        if self._ids and self._position >= self._runtime.context_length:
             return "context_full"
         return None
+
+    @property
+    def _position(self) -> int:
+        """Tokens of the text in the cache."""
+        return self._runtime.position if self._speculation is None else self._speculation.position
+
+    def _logits(self) -> np.ndarray:
+        if not self._ids:
+            return self._runtime.prefill(self._prompt)
+        if self._speculation is None:
+            return self._runtime.decode(self._ids[-1])
+        return self._speculation.logits(self._ids[-1], self._max_new_tokens - len(self._ids))
+
+    def _settle(self) -> None:
+        if self._speculation is not None:
+            self._speculation.settle()
 
     def _draw(self, logits: np.ndarray) -> int:
         # The position of the new token, and not its number within this turn, counts the generator's steps, so
         # that a second turn with the same seed does not see the first turn's random numbers again.
-        return sample(logits, self._options, self._runtime.position, self._seen)
+        return sample(logits, self._options, self._position, self._seen)
+
+
+def _speculation(runtime: Runtime, ids: Sequence[int]) -> Speculation:
+    if not isinstance(runtime, VerifyingRuntime):
+        raise InputError(
+            f"The runtime {runtime.name} was not opened for speculation; use open_runtime(..., speculate=True)."
+        )
+    return Speculation(runtime, ids)
 
 
 def stream(
@@ -139,6 +175,7 @@ def stream(
     options: SamplingOptions,
     stop_ids: Sequence[int],
     history: Collection[int] = (),
+    speculate: bool = False,
 ) -> TokenStream:
     """Iterate over the generated ids; the arguments, the errors and the meaning are those of `generate`.
 
@@ -151,6 +188,7 @@ def stream(
         options=options,
         stop_ids=stop_ids,
         history=history,
+        speculate=speculate,
     )
 
 
@@ -163,6 +201,7 @@ def generate(
     stop_ids: Sequence[int],
     on_token: Callable[[int], bool | None] | None = None,
     history: Collection[int] = (),
+    speculate: bool = False,
 ) -> Generation:
     """Run the prompt, then draw up to `max_new_tokens` ids; every token runs through the model at most once.
 
@@ -170,6 +209,10 @@ def generate(
     `pending_ids` (drawn, but not in the cache), then the new message. `history` names the ids already in the
     cache for the repetition penalty; without it the penalty sees this turn alone. Call `runtime.reset()` to
     start anew.
+
+    With `speculate` drafts from earlier text run several tokens at a time (docs/speculation.md); what comes out is
+    the same. Drafts come from `history` (in the order of the text, where it has one), the prompt and what was
+    generated. The runtime must be a `VerifyingRuntime`.
 
     It ends on a stop id ("stop"), after `max_new_tokens` ("length"), when the last id no longer fits into the
     context ("context_full") or when `on_token` returns False ("cancelled"); what was generated is kept. With
@@ -183,6 +226,7 @@ def generate(
         options=options,
         stop_ids=stop_ids,
         history=history,
+        speculate=speculate,
     )
     for id in tokens:
         if on_token is not None and on_token(id) is False:

@@ -260,6 +260,51 @@ class Golden(_Part):
     """The prompts; their ids are what the model is fed, special tokens included."""
 
 
+class CoreMLFunction(_Part):
+    """A function of a Core ML program."""
+
+    name: Literal["prefill", "decode"]
+    """What it is for: several tokens of a prompt, or a single one."""
+    package: RelativePath
+    """The .mlpackage folder that holds it."""
+    function: Name
+    """Its name there."""
+    tokens: Count
+    """New tokens that it takes, always so many."""
+    inputs: Annotated[tuple[Value, ...], Field(min_length=1)]
+    """Its inputs, caches that are passed in among them; states are not."""
+    outputs: Annotated[tuple[Value, ...], Field(min_length=1)]
+    """Its outputs."""
+
+
+class CoreMLPart(_Part):
+    """A part of a Core ML program."""
+
+    name: Name
+    """`embedding`, `layers.N`, `head` or `other`."""
+    bytes: Size
+    """Bytes of its constants."""
+    unit: Literal["cpu", "gpu", "neural_engine"]
+    """The compute unit that it suits, by known limits; Core ML chooses on the device."""
+    reason: Name
+    """Why."""
+
+
+class CoreMLProgram(_Part):
+    """What an app needs to know of a Core ML program besides the fields that all runtimes have."""
+
+    specification_version: Count
+    """Version of the model format."""
+    minimum_system: Literal["iOS17", "iOS18"]
+    """Oldest system that loads it; macOS and the others by the same year."""
+    compute_units: Literal["all", "cpuAndGPU", "cpuAndNeuralEngine"]
+    """What to set in MLModelConfiguration."""
+    functions: Annotated[tuple[CoreMLFunction, ...], Field(min_length=1)]
+    """Functions; those of one package share its weights and its states."""
+    parts: tuple[CoreMLPart, ...]
+    """Sizes and advice by part, in the model's order; a table that serves both ends is counted once."""
+
+
 class ManifestBody(_Part):
     """All of a manifest apart from the files of the bundle, which `write_manifest` adds."""
 
@@ -314,6 +359,8 @@ class ManifestBody(_Part):
     """Worst and mean of `quantization`; null where it is empty."""
     tokenizer_checks: Annotated[tuple[TokenizedText, ...], Field(min_length=1)]
     """Texts with their ids, encoded without added special tokens, to check a tokenizer on the device."""
+    coreml: CoreMLProgram | None = None
+    """Functions, sizes and compute units of a Core ML program; null for other runtimes."""
     golden: Golden | None
     """The record of the training-time model; null where the bundle carries none."""
 
@@ -345,6 +392,9 @@ class ManifestBody(_Part):
                 expected=expected,
             )
         self._check_summary()
+        if (self.coreml is None) != (self.runtime != "coreml"):
+            message = "it should be null exactly where 'runtime' is not 'coreml', and that is '{runtime}'"
+            fail("bad_value", message, "coreml", value=self.coreml and "an object", runtime=self.runtime)
         return self
 
     def _check_ids(self, kind: Kind, field: str, ids: Iterable[int]) -> None:
@@ -380,6 +430,10 @@ class Manifest(ManifestBody):
         folder = self.model_file + "/"
         if not any(path == self.model_file or path.startswith(folder) for path in paths):
             fail("unlisted_file", "it is not listed in 'files'", "model_file", value=self.model_file)
+        for i, function in enumerate(self.coreml.functions if self.coreml else ()):
+            if not any(path.startswith(function.package + "/") for path in paths):
+                message = "it is no folder of files in 'files'"
+                fail("unlisted_file", message, f"coreml.functions.{i}.package", value=function.package)
         if self.golden and self.golden.file not in paths:
             fail("unlisted_file", "it is not listed in 'files'", "golden.file", value=self.golden.file)
         return self

@@ -56,6 +56,18 @@ def test_round_trip_keeps_the_text() -> None:
     assert manifest.inputs[0].shape == ("batch_size", "sequence_length")
 
 
+def test_a_coreml_manifest_names_its_packages() -> None:
+    path = ROOT / "runtime_tests/vectors/manifests/good_coreml.json"
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert parse_manifest(json.dumps(data)).coreml is not None
+    data["coreml"]["functions"][1]["package"] = "prefill.mlpackage"
+    error = refusal(data)
+    assert error.kind == "unlisted_file"
+    assert "'coreml.functions.1.package'" in str(error) and "'prefill.mlpackage'" in str(error)
+    data["coreml"] = None
+    assert refusal(data).kind == "bad_value"
+
+
 def test_frozen() -> None:
     manifest = parse_manifest(GOOD_TEXT)
     with pytest.raises(ValidationError):
@@ -72,6 +84,7 @@ BAD: list[tuple[str, Any, str, list[str]]] = [
     ("surprise", "x" * 1000, "unknown_field", ["'surprise'", "..."]),
     ("context_length", MISSING, "missing_field", ["'context_length' is missing"]),
     ("golden", MISSING, "missing_field", ["'golden'"]),
+    ("coreml", {"specification_version": 9}, "missing_field", ["'coreml.minimum_system'"]),
     ("states.1.dtype", MISSING, "missing_field", ["'states.1.dtype'"]),
     ("context_length", "128", "bad_value", ["'context_length'", "'128'"]),
     ("context_length", True, "bad_value", ["'context_length'", "true"]),
@@ -113,6 +126,7 @@ BEYOND_SCHEMA: list[tuple[str, Any, str, list[str]]] = [
     ("bos_id", 105, "bad_token_id", ["'bos_id'", "105"]),
     ("tokenizer_checks.0.ids", [5, 400], "bad_token_id", ["'tokenizer_checks.0.ids'", "400", "105"]),
     ("golden.prompts.0.ids", [105], "bad_token_id", ["'golden.prompts.0.ids'", "105"]),
+    ("runtime", "coreml", "bad_value", ["'coreml'", "null", "'runtime'"]),
     ("golden.file", "other.json", "unlisted_file", ["'golden.file'", "'other.json'"]),
     ("tokenizer_length", 113, "bad_vocabulary", ["'tokenizer_length'", "113", "112"]),
     ("model_file", "model", "unlisted_file", ["'model_file'", "'model'"]),

@@ -203,7 +203,7 @@ class PITForCausalLM(PreTrainedModel, GenerationMixin):
         checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
         if checkpoint.kind != "pit":
             raise InputError(f"{checkpoint.label} is not a PIT checkpoint; run pit-deploy convert first.")
-        dtype = dtype or _stored_dtype(checkpoint)
+        dtype = dtype or stored_dtype(checkpoint)
         backbone = build_backbone(checkpoint.backbone_config, checkpoint.table_rows, dtype)
         model = cls(backbone, load_interface(checkpoint))
         _load_backbone(backbone, checkpoint)
@@ -358,7 +358,8 @@ def _move_files(source: Path, target: Path) -> None:
     shutil.rmtree(source)
 
 
-def _stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+def stored_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """The type of the backbone's tensors as stored; float32 where there are several."""
     kinds = {info.dtype for name, info in checkpoint.tensors.items() if not name.startswith("pit.")}
     known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
     return known[next(iter(kinds))] if len(kinds) == 1 and kinds <= set(known) else torch.float32

@@ -14,7 +14,7 @@ import numpy as np
 
 from pit_deploy.bundle import Bundle, sha256
 from pit_deploy.checkpoint import Checkpoint, open_checkpoint
-from pit_deploy.errors import InputError, ParityError
+from pit_deploy.errors import InputError, ParityError, RuntimeDiedError
 from pit_deploy.gates import TIE, Gate, coarsest, gate_for
 from pit_deploy.golden import MIN_POSITIONS, GoldenRecord, greedy_continuation, logsumexp, project
 from pit_deploy.progress import Progress, silent
@@ -142,7 +142,8 @@ def verify(
 
     Without `source` the reference is the golden record in the bundle. With it, the PIT (or plain) checkpoint
     that was exported is run anew on `tokens` (1,024) tokens of English text, every logit compared. `layers` compares
-    hidden states also where the outputs pass. Raises `InputError` for a damaged bundle.
+    hidden states also where the outputs pass. Where a runtime's process dies, the report says so and has no
+    figures. Raises `InputError` for a damaged bundle.
     """
     from pit_deploy.runtimes import open_runtime
 
@@ -157,14 +158,17 @@ def verify(
     bundle.check_tokenizer()
     checkpoint = None if source is None else open_source(bundle, source)
     progress("check files", 1, 1)
-    opened = open_runtime(bundle, runtime, threads=threads)
     manifest = bundle.manifest
     gate = gate_for(manifest.runtime, manifest.precision.weights, manifest.precision.tables)
     golden = _golden(bundle)
-    if checkpoint is None:
-        report = _against_golden(bundle, opened, golden, gate, progress)
-    else:
-        report = _against_source(bundle, opened, golden, gate, checkpoint, text, progress)
+    try:
+        opened = open_runtime(bundle, runtime, threads=threads)
+        if checkpoint is None:
+            report = _against_golden(bundle, opened, golden, gate, progress)
+        else:
+            report = _against_source(bundle, opened, golden, gate, checkpoint, text, progress)
+    except RuntimeDiedError as error:
+        return _without_answers(bundle, golden, gate, error)
     report.total_bytes = bundle.total_bytes
     report.load_rss_bytes = getattr(opened, "load_rss_bytes", None)
     report.failures = _failures(report)
@@ -264,7 +268,7 @@ def _against_source(
     ids: list[int],
     progress: Progress,
 ) -> ParityReport:
-    if not isinstance(runtime, FullRuntime):
+    if not hasattr(runtime, "all_logits"):
         raise InputError(
             f"the runtime {runtime.name} gives no logits of every position; verify it without --source."
         )
@@ -380,6 +384,30 @@ def _failures(report: ParityReport) -> list[str]:
     if gate.greedy and report.greedy_equal < report.greedy_tokens:
         failures.append(f"greedy decoding differs at token {report.greedy_equal} of {report.greedy_tokens}")
     return failures
+
+
+def _without_answers(
+    bundle: Bundle, golden: GoldenRecord, gate: Gate, error: RuntimeDiedError
+) -> ParityReport:
+    """The report of a runtime whose process died: what was checked before stands, and every figure is missing."""
+    missing, precision = np.full(golden.positions, np.nan), bundle.manifest.precision
+    return ParityReport(
+        bundle=str(bundle.path),
+        runtime=bundle.manifest.runtime,
+        precision=coarsest(precision.weights, precision.tables),
+        gate=gate,
+        reference="golden record",
+        kl=missing,
+        max_abs=missing.copy(),
+        top1=np.zeros(golden.positions, np.bool_),
+        prompt_lengths=[len(prompt.ids) for prompt in golden.prompts],
+        prefill_max_abs=float("nan"),
+        greedy_tokens=len(golden.greedy_ids),
+        greedy_equal=0,
+        total_bytes=bundle.total_bytes,
+        failures=[str(error)],
+        notes=["files and tokenizer are what the manifest says; no output could be compared"],
+    )
 
 
 def _golden(bundle: Bundle) -> GoldenRecord:

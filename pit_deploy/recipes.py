@@ -10,6 +10,7 @@ from typing import Any
 
 from pit_deploy.errors import InputError
 
+_TABLE_NAMES = ("embedding", "embeddings", "embed_tokens", "head", "lm_head")
 _NOT_IN_RECIPES = ("source", "out", "golden", "overwrite", "progress")
 
 
@@ -60,6 +61,11 @@ def _checked(path: Path, options: dict[str, Any]) -> dict[str, Any]:
         n: p.default for n, p in inspect.signature(export).parameters.items() if n not in _NOT_IN_RECIPES
     }
     for key, value in options.items():
+        if key in _TABLE_NAMES:
+            raise InputError(
+                f"{path}: '{key}' is not an export option: one setting, tables, governs the embedding and the head, "
+                f"since they may be one table; set tables."
+            )
         if key not in known:
             raise InputError(f"{path}: '{key}' is not an export option; known are {', '.join(known)}.")
         wanted = _type_of(key, known[key])
@@ -69,7 +75,7 @@ def _checked(path: Path, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _type_of(key: str, default: Any) -> type:
-    special = {"context": int, "max_bytes": int, "max_kl": float, "symmetric": bool}
+    special = {"context": int, "block_size": int, "max_bytes": int, "max_kl": float, "symmetric": bool}
     if key in special:
         return special[key]
     return str if default is None else type(default)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,8 +21,9 @@ from pit_deploy.progress import Progress, silent
 if TYPE_CHECKING:
     from pit_deploy.runtimes.torch import TorchRuntime
 
-CALIBRATION_TOKENS = 2048
-_CALIBRATION_PROMPT = 256
+CALIBRATION_TOKENS = 4096
+WINDOW = 256
+DRAWN_WINDOWS = 16
 
 
 @dataclass
@@ -45,14 +47,18 @@ def calibrate(
     *,
     text: str | Path | None = None,
     reference: str | Path | None = None,
+    drawn_windows: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
     """Run the reference model: record the golden record, and the statistics for the quantisation basis.
 
+    Without a `text` of the user's, calibration sees English prose, other languages and code in turn, and
+    `drawn_windows` windows that the model writes itself, in its chat form where it has one.
+
     The reference is the training-time forward of a PIT checkpoint (`reference` names it where `checkpoint` is
     folded), or transformers' forward of a plain one.
     """
-    from pit_deploy.quantize.calibration import read_calibration
+    from pit_deploy.quantize.calibration import calibration_text, other_text, read_calibration
     from pit_deploy.runtimes.torch import open_plain, open_training
 
     recorded = checkpoint
@@ -72,7 +78,7 @@ def calibrate(
             f"{checkpoint.label} is folded already, so the training-time outputs cannot be recorded from it; pass "
             f"--golden with the PIT checkpoint it was folded from."
         )
-    calibration_text = read_calibration(text)
+    read_calibration(text)  # a file that cannot be read is told before any work
     tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     tokens = checkpoint.tokenizer_length()
     prompts, greedy = golden_prompts(
@@ -93,9 +99,51 @@ def calibrate(
     )
     if recorded.kind == "pit":
         golden.how["float32_interface_max_abs"] = _float32_difference(opened, golden)
-    ids = [id for id in tokenizer.encode(calibration_text).ids if id < checkpoint.table_rows]
+    if text is not None:
+        ids = _encoded(tokenizer, read_calibration(text), checkpoint.table_rows)
+    else:
+        drawn = _drawn(opened, checkpoint, tokenizer, drawn_windows, progress) if drawn_windows else []
+        others = (_encoded(tokenizer, t, checkpoint.table_rows) for t in (calibration_text(), other_text()))
+        ids = _in_turn([*(_windows(t) for t in others), drawn])
     moment, probabilities = _statistics(opened, ids, checkpoint.table_rows, progress)
     return Calibration(golden, moment, probabilities, ids)
+
+
+def _encoded(tokenizer: Any, text: str, rows: int) -> list[int]:
+    return [id for id in tokenizer.encode(text).ids if id < rows]
+
+
+def _windows(ids: list[int]) -> list[list[int]]:
+    return [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
+
+
+def _in_turn(sources: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    """The windows of all sources, so that each source is spread evenly over the whole."""
+    places = [((n + 0.5) / len(source), k, n) for k, source in enumerate(sources) for n in range(len(source))]
+    return [id for _, k, n in sorted(places) for id in sources[k][n]]
+
+
+def _drawn(
+    opened: TorchRuntime, checkpoint: Checkpoint, tokenizer: Any, count: int, progress: Progress
+) -> list[list[int]]:
+    """Windows that the model writes: what follows the beginning of a user's turn, or any one token."""
+    from pit_deploy.quantize.sampled_text import sampled_windows
+
+    rows, known = checkpoint.table_rows, checkpoint.tokenizer_length()
+    tokens = min(WINDOW, opened.context_length)
+    start: list[int] = []
+    if has_chat_template(checkpoint.path):
+        mark = "calibration"
+        rendered = render_directory(checkpoint.path, [{"role": "user", "content": mark}])
+        before = rendered.split(mark)[0]
+        start = [i for i in tokenizer.encode(before, add_special_tokens=False).ids if i < rows]
+    starts = [start] * count
+    if not 0 < len(start) < tokens:
+        ordinary = sorted(set(range(min(known, rows))) - set(tokenizer.get_added_tokens_decoder()))
+        starts = [[int(i)] for i in np.random.default_rng(0).choice(ordinary, count)]
+    return sampled_windows(
+        opened, starts, tokens=tokens, banned=range(min(known, rows), rows), progress=progress
+    )
 
 
 def _check_same_model(folded: Checkpoint, recorded: Checkpoint, reference: str | Path) -> None:
@@ -126,7 +174,7 @@ def _statistics(
     """E[nᵀ n] and the mean next-token distribution, over windows spread evenly through the text."""
     if not ids:
         raise InputError("the calibration text has no tokens; give a longer one.")
-    size = min(_CALIBRATION_PROMPT, runtime.context_length, len(ids))
+    size = min(WINDOW, runtime.context_length, len(ids))
     count = max(1, min(CALIBRATION_TOKENS, len(ids)) // size)
     starts = np.linspace(0, len(ids) - size, count).astype(int)
     moment, probabilities = np.zeros(()), np.zeros(rows)

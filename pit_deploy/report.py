@@ -100,7 +100,7 @@ def write_parity_report(report: ParityReport, path: str | Path, *, title: str | 
     plots = [_positions(report, "max_abs"), _positions(report, "kl"), _histogram(report)]
     if report.layers:
         plots.append(_layers(report))
-    _write(
+    write_page(
         "parity.html.j2",
         path,
         title=title or f"Parity of {Path(report.bundle).name or report.bundle}",
@@ -130,7 +130,7 @@ def write_demo_report(
     by_path = {Path(p.bundle).absolute(): p for p in parities}
     rows = [BundleRow(e, by_path.get(Path(e.out).absolute())) for e in exports]
     parts = [sizes_by_part(e) for e in exports]
-    _write(
+    write_page(
         "demo.html.j2",
         path,
         title="pit-deploy demo",
@@ -374,7 +374,8 @@ def _percent(value: float) -> str:
     return f"{value:.2%}" if math.isfinite(value) else number(value)
 
 
-def _write(template: str, path: str | Path, **context: Any) -> None:
+def write_page(template: str, path: str | Path, **context: Any) -> None:
+    """Fill a template and write it as one HTML file; an existing one is replaced."""
     jinja2 = require("jinja2", "bench")
     # Not select_autoescape: it goes by the file's ending, and these end in .j2.
     environment = jinja2.Environment(

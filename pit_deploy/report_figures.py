@@ -201,6 +201,17 @@ def inline_svg(draw: Callable[[Axes], None], *, name: str, label: str, height: f
     return head + text[text.index(">") + 1 :].rstrip()
 
 
+def standalone_svg(draw: Callable[[Axes], None], *, name: str, height: float = HEIGHT) -> str:
+    """What `draw` draws, as an SVG file on a white ground, for a page that has no styles of ours."""
+    with _style(name):
+        figure = make_figure(draw, height=height)
+        figure.patch.set_facecolor("white")
+        buffer = io.BytesIO()
+        without = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(buffer, format="svg", metadata=without)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().decode("utf-8").splitlines()) + "\n"
+
+
 def make_figure(draw: Callable[[Axes], None], *, height: float = HEIGHT) -> Figure:
     """A figure with one plot. Call it within a style of your own to have it in another look."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG

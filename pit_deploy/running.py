@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 from pit_deploy.bundle import Bundle
 from pit_deploy.chat import render_directory
 from pit_deploy.errors import ContextFullError, InputError
-from pit_deploy.generate import Generation, TextStream, generate
-from pit_deploy.runtimes import Runtime, open_runtime
+from pit_deploy.generate import FinishReason, Generation, TextStream, generate
+from pit_deploy.runtimes import TEXT_FIT, Runtime, open_runtime, open_text_runtime
 from pit_deploy.sampling import SamplingOptions
 
 
@@ -35,6 +36,7 @@ class Answer:
             "prefill_seconds": g.prefill_seconds,
             "decode_seconds": g.decode_seconds,
             "tokens_per_second": g.tokens_per_second,
+            "speculation": None if g.speculation is None else g.speculation.to_dict(),
         }
 
 
@@ -51,14 +53,16 @@ def run(
     seed: int = 0,
     chat: bool = False,
     threads: int | None = None,
-    runtime: Runtime | None = None,
+    speculate: bool = False,
+    runtime: Runtime | str | None = None,
     on_text: Callable[[str], None] = lambda text: None,
 ) -> Answer:
     """Generate after `prompt`. Options that are None come from the bundle's generation_config.json.
 
-    With `chat` the prompt is a user's message in the model's own template. `on_text` gets each new piece of
-    text. Raises `InputError` for an empty prompt and `ContextFullError` for one that is too long, before
-    anything runs.
+    With `chat` the prompt is a user's message in the model's own template. With `speculate` the text is the same,
+    sooner where it repeats earlier text (docs/speculation.md); a `runtime` must then have been opened for it.
+    `on_text` gets each new piece of text. Raises `InputError` for an empty prompt and `ContextFullError` for one
+    that is too long, before anything runs.
     """
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     given: dict[str, Any] = dict(
@@ -71,7 +75,16 @@ def run(
     ids = encode_prompt(bundle, prompt, chat=chat)
     if len(ids) > bundle.manifest.context_length:
         raise ContextFullError(0, len(ids), bundle.manifest.context_length)
-    opened = runtime or open_runtime(bundle, threads=threads)
+    if isinstance(runtime, str) and runtime in TEXT_FIT:
+        if speculate or any(value is not None for value in given.values()):
+            raise InputError(
+                f"{runtime} answers greedily and by its own rules; leave sampling options and --speculate out."
+            )
+        return _run_text(bundle, ids, prompt, chat, max_new_tokens, runtime, threads, on_text)
+    if runtime is None or isinstance(runtime, str):
+        opened = open_runtime(bundle, runtime, threads=threads, speculate=speculate)
+    else:
+        opened = runtime
     text = TextStream(bundle.tokenizer)
     pieces: list[str] = []
 
@@ -87,9 +100,37 @@ def run(
         options=options,
         stop_ids=bundle.manifest.end_ids,
         on_token=lambda id: emit(text.push(id)),
+        speculate=speculate,
     )
     emit(text.finish())
     return Answer("".join(pieces), ids, generation)
+
+
+def _run_text(
+    bundle: Bundle,
+    ids: list[int],
+    prompt: str,
+    chat: bool,
+    max_new_tokens: int,
+    runtime: str,
+    threads: int | None,
+    on_text: Callable[[str], None],
+) -> Answer:
+    """The greedy answer of a stock runner. Its ids are those of its text, and its times are not taken apart."""
+    opened = open_text_runtime(bundle, runtime, threads=threads)
+    shown = render_directory(bundle.path, [{"role": "user", "content": prompt}]) if chat else prompt
+    pieces: list[str] = []
+
+    def emit(piece: str) -> None:
+        pieces.append(piece)
+        on_text(piece)
+
+    started = time.perf_counter()
+    text = opened.generate(shown, max_new_tokens, on_text=emit)
+    seconds = time.perf_counter() - started
+    new = tuple(bundle.tokenizer.encode(text, add_special_tokens=False).ids)
+    reason: FinishReason = "length" if len(pieces) >= max_new_tokens else "stop"
+    return Answer(text, ids, Generation(new, reason, None, len(ids), 0.0, seconds))
 
 
 def encode_prompt(bundle: Bundle, prompt: str, *, chat: bool = False) -> list[int]:

@@ -86,6 +86,21 @@ def test_the_same_seed_gives_the_same_text(call: Call, made: Path):
     assert ids[0] == ids[1] != ids[2]
 
 
+def test_speculation_gives_the_same_text(call: Call, made: Path):
+    options = ("--prompt", "abcdabcdabcdabcd", "--max-new-tokens", "60", "--seed", "2")
+    for bundle in ("int8", "fp32"):
+        plain, fast = (
+            json.loads(call("run", made / bundle, *options, *more, "--json")[1])
+            for more in ((), ("--speculate",))
+        )
+        assert plain["ids"] == fast["ids"] and plain["text"] == fast["text"]
+        assert plain["speculation"] is None
+        assert list(fast["speculation"]) == ["passes", "drafted", "accepted", "accepted_per_pass"]
+        assert fast["speculation"]["accepted"] <= fast["speculation"]["drafted"]
+    status, _, err = call("run", made / "int8", *options, "--speculate")
+    assert status == 0 and "drafted tokens were right" in " ".join(err.split())
+
+
 def test_chat_uses_the_template(call: Call, made: Path):
     status, out, _ = call("run", made / "fp32", "--prompt", "hi", "--chat", "--max-new-tokens", "2", "--json")
     assert status == 0
@@ -178,6 +193,10 @@ def test_recipes(call: Call, made: Path, tmp_path: Path):
     (tmp_path / "bad.toml").write_text('[export]\ncontext = "long"\n')
     status, _, err = call("export", made / "pit", tmp_path / "x", "--recipe", tmp_path / "bad.toml")
     assert "context is 'long'" in err
+    (tmp_path / "bad.toml").write_text('[export]\nembedding = "int8"\nhead = "fp32"\n')
+    status, _, err = call("export", made / "pit", tmp_path / "x", "--recipe", tmp_path / "bad.toml")
+    assert status == 2
+    assert "one setting, tables, governs the embedding and the head" in err
 
 
 def one_sentence(text: str) -> bool:
@@ -189,7 +208,7 @@ BAD = {
     "not a checkpoint": (("convert", "EMPTY", "OUT"), "config.json is missing"),
     "a file": (("convert", "FILE", "OUT"), "is a file"),
     "unknown option value": (("export", "PIT", "OUT", "--weights", "int3"), "int3"),
-    "unknown target": (("export", "PIT", "OUT", "--to", "tflite"), "this installation writes hf, onnx"),
+    "unknown target": (("export", "PIT", "OUT", "--to", "tflite"), "this installation writes coreml, executorch, hf, onnx"),
     "unknown profile": (("export", "PIT", "OUT", "--profile", "fast"), "default, standard"),
     "context too long": (("export", "PIT", "OUT", "--context", "100000"), "max_position_embeddings 320"),
     "context of nothing": (("export", "PIT", "OUT", "--context", "0"), "--context 0"),

@@ -1,4 +1,4 @@
-"""The two passes of a benchmark: starts in processes that end, speed in processes that stay."""
+"""The two passes of a benchmark: starts, a process each, and speed, in processes that are alive together."""
 
 from __future__ import annotations
 
@@ -133,37 +133,44 @@ def measure_speed(
     golden: Path | None,
     progress: Progress,
 ) -> tuple[list[float], str | None]:
-    """Prefill and decode, every sample of one candidate next to those of the others; bandwidth among them."""
+    """Prefill and decode: each round in new processes, all alive at once and asked in turn; bandwidth among them.
+
+    Where a process's pages happen to lie makes identical runs up to 20 % faster or slower, for as long as it
+    lives. So each sample of a figure comes from another process.
+    """
     bandwidth: list[float] = []
     failed: str | None = None
-    workers: dict[str, WorkerProcess] = {}
-    stage, total = f"speed, {_threads(specs)}", len(settings.prompt_tokens) + len(settings.depths)
-    with ExitStack() as stack:
-        reader = stack.enter_context(WorkerProcess(_reader_spec(specs)))
-        for candidate in candidates:
-            if runs[candidate.name].error is None:
-                workers[candidate.name] = stack.enter_context(WorkerProcess(specs[candidate.name]))
-        asked = _Asked(candidates, workers, runs, settings)
-        asked.each("open", lambda worker, figures, ids: worker.ask("open"))
-        asked.each("warm up", lambda worker, figures, ids: worker.ask("prefill", ids=ids))
-        for done, (what, size) in enumerate(_questions(settings)):
-            progress(stage, done, total)
-            for _ in range(settings.repeats):
+    stage, done = f"speed, {_threads(specs)}", 0
+    questions = list(_questions(settings))
+    total = settings.repeats * len(questions)
+    for round_number in range(settings.repeats):
+        workers: dict[str, WorkerProcess] = {}
+        with ExitStack() as stack:
+            reader = stack.enter_context(WorkerProcess(_reader_spec(specs)))
+            for candidate in candidates:
+                if runs[candidate.name].error is None:
+                    workers[candidate.name] = stack.enter_context(WorkerProcess(specs[candidate.name]))
+            asked = _Asked(candidates, workers, runs, settings)
+            asked.each("open", lambda worker, figures, ids: worker.ask("open"))
+            asked.each("warm up", lambda worker, figures, ids: worker.ask("prefill", ids=ids))
+            for what, size in questions:
+                progress(stage, done, total)
                 asked.each(what, _question(what, size, settings.new_tokens))
                 if failed is None:
                     try:
                         bandwidth.append(reader.ask("bandwidth")["bytes_per_second"])
                     except WorkerError as error:
                         failed = str(error)
-        if golden is not None:
-            asked.each("quality", lambda worker, figures, ids: _ask_quality(worker, figures, golden))
-        progress(stage, total, total)
+                done += 1
+            if golden is not None and round_number == 0:
+                asked.each("quality", lambda worker, figures, ids: _ask_quality(worker, figures, golden))
+    progress(stage, total, total)
     return bandwidth, failed
 
 
 @dataclass
 class _Asked:
-    """The workers that stay, to be asked in turn."""
+    """The workers of a round, to be asked in turn."""
 
     candidates: Sequence[Candidate]
     workers: Mapping[str, WorkerProcess]

@@ -45,6 +45,9 @@ class WorkerProcess:
         self._stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 -- closed by `close`
         # Only the runtime's own threads shall compute; numpy's would spin beside them.
         environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environment.pop(
+            "OMP_WAIT_POLICY", None
+        )  # our command line sets it for PyTorch; a peer may lose by it
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, spec.to_json()],
             stdin=subprocess.PIPE,

@@ -1,8 +1,9 @@
 """`bench`: how fast an artifact runs, how much memory it takes, and how it stands beside others.
 
-Every artifact is measured in child processes (`worker`). Starts and memory come from processes that
-hold one artifact and end; speed comes from processes that stay, one an artifact, asked in turn, so that what
-changes on the machine meanwhile meets all of them. docs/benchmarks.md says how each figure is measured.
+Every artifact is measured in child processes (`worker`). Starts and memory come from processes that hold one
+artifact and end. Speed comes from processes that are alive together and asked in turn, so that what changes on
+the machine meanwhile meets all of them; each round has new ones. docs/benchmarks.md says how each figure is
+measured.
 """
 
 from __future__ import annotations

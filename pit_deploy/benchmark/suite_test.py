@@ -52,8 +52,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def report(bundle: Path) -> BenchReport:
-    """A real run: five repeats of little work, in real processes."""
-    return bench([bundle], **{**SMALL, "repeats": 5})
+    """A real run: two repeats of little work, in real processes."""
+    return bench([bundle], **{**SMALL, "repeats": 2})
 
 
 def test_a_real_report_fits_the_schema(report: BenchReport) -> None:
@@ -86,7 +86,7 @@ def test_decode_is_reported_at_both_depths(report: BenchReport) -> None:
     assert [p.tokens for p in run.prefill] == [8, 24]
     figures: list[Any] = [*run.decode, *run.prefill]
     for figure in figures:
-        assert len(figure.tokens_per_second.samples) == 5
+        assert len(figure.tokens_per_second.samples) == 2
         assert figure.tokens_per_second.min > 0
     for prefill in run.prefill:
         times = [prefill.tokens / s for s in prefill.tokens_per_second.samples]

@@ -146,6 +146,11 @@ def _bundle_opener(spec: WorkerSpec) -> Callable[[], Held]:
         runtime = f"onnxruntime {require('onnxruntime', 'onnx').__version__}"
         require("onnx", "onnx")
         import pit_deploy.runtimes.onnxruntime  # noqa: F401 -- an import is not part of opening
+    elif name == "executorch":
+        from pit_deploy.runtimes.executorch import import_kernels
+
+        import_kernels()
+        runtime = f"executorch {version('executorch')}"
     else:
         runtime = name
     return lambda: _OfRuntime(open_runtime(Bundle.open(spec.path), threads=spec.threads), runtime)

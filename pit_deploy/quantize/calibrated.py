@@ -15,7 +15,14 @@ from pit_deploy.folding import FoldedModel, SharedTable, UntiedTables
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.basis import noise_factor, token_second_moment
 from pit_deploy.quantize.error_feedback import FeedbackOptions, quantize_with_feedback
-from pit_deploy.quantize.hessians import TOKENS, WINDOW, calibration_windows, in_threads, quantize_layers
+from pit_deploy.quantize.hessians import (
+    TOKENS,
+    WINDOW,
+    calibration_windows,
+    held_out_windows,
+    in_threads,
+    quantize_layers,
+)
 from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import QuantizationPlan
 from pit_deploy.quantize.sensitivity import FLOAT_BITS, PrecisionChoice, Trial, choose_precision
@@ -28,7 +35,7 @@ EMBEDDING, HEAD, SHARED = "model.embed_tokens.weight", "lm_head.weight", "pit.ta
 
 SEARCH_TOKENS = 512
 BALANCE_TOKENS = 2048
-_HELD_OUT = 8  # one in so many calibration tokens is kept for the search
+_HELD_OUT = 8  # one in so many calibration windows is kept for the search
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,12 @@ def quantize_model(
     search = max_kl is not None or max_bytes is not None
     ids = [i for i in ids if i < model.vocab_size]
     window = min(WINDOW, int(model.config.get("max_position_embeddings", WINDOW)))
-    held = len(ids) - len(ids) // _HELD_OUT if search else len(ids)
-    windows = calibration_windows(ids[:held], tokens=tokens, window=window)
+    seen, unseen = held_out_windows(ids, every=_HELD_OUT, window=window) if search else (ids, [])
+    windows = calibration_windows(seen, tokens=tokens, window=window)
     tables = _tables(model, states)  # their moments hold for the states as they were before a rotation
     if smooth and (plan.weights in BITS or search):
-        model = rotated(model)
-        some = calibration_windows(ids[:held], tokens=BALANCE_TOKENS, window=window)
+        model = rotated(model, block=plan.rotation_block)
+        some = calibration_windows(seen, tokens=BALANCE_TOKENS, window=window)
         model = balanced(model, open_folded(_exact_maps(model)), some, progress)
     reference = _exact_maps(model)
     candidates = (4, 8) if search else ()
@@ -110,7 +117,7 @@ def quantize_model(
     if not search:
         chosen = {name: next(iter(tensors.values())) for name, tensors in prepared.items()}
         return Quantized(model, replace(plan, errors=[], prepared=chosen))
-    trial_windows = calibration_windows(ids[held:], tokens=SEARCH_TOKENS, window=window)
+    trial_windows = calibration_windows(unseen, tokens=SEARCH_TOKENS, window=window)
     trial = Trial(open_folded(reference), trial_windows, prepared, activations=activations)
     groups = trial.groups((*candidates, FLOAT_BITS) if keep_float else candidates, progress)
     choice = choose_precision(
@@ -204,11 +211,15 @@ def _exact_maps(model: FoldedModel) -> FoldedModel:
 
 
 def _options(plan: QuantizationPlan, bits: int) -> QuantizationOptions:
+    if bits in plan.grids:
+        return plan.grids[bits]
     # Offsets pay at 4 bits; at 8 they are bytes for nothing.
     return QuantizationOptions(bits, plan.block_size, symmetric=plan.symmetric or bits == 8)
 
 
 def _table_options(plan: QuantizationPlan, bits: int, columns: int) -> QuantizationOptions:
+    if bits in plan.grids:
+        return plan.grids[bits]
     # In the basis offsets gain a table next to nothing, and at 8 bits blocks of 64 nothing to speak of is lost.
     wide = bits == 8 and plan.block_size == 32 and columns % 64 == 0
     return QuantizationOptions(bits, 64 if wide else plan.block_size)

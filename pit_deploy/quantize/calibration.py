@@ -1,6 +1,6 @@
-"""English text for calibration and for held-out evaluation, from CPython alone.
+"""Text for calibration and for held-out evaluation, without a corpus.
 
-Both default texts come from `pydoc_data.topics`, the part of the Python language reference that `help()`
+The two English texts come from `pydoc_data.topics`, the part of the Python language reference that `help()`
 shows and that every CPython carries (PSF license). Topics differ between Python versions and some repeat
 others word for word, so the selection is by rule:
 
@@ -12,10 +12,14 @@ others word for word, so the selection is by rule:
 
 The texts are therefore disjoint, the same on each run of one Python, and slightly different between Python
 versions. An artifact that must not depend on the Python version is calibrated with a file of its own.
+
+Calibration sees other text besides, since what is calibrated on prose alone is worse at everything else:
+sentences in some twenty languages, and code of CPython's own library.
 """
 
 from __future__ import annotations
 
+import importlib
 import re
 from functools import cache
 from pathlib import Path
@@ -26,6 +30,9 @@ MIN_TOPIC_CHARACTERS = 2000
 MAX_TOPIC_CHARACTERS = 4000
 MIN_PARAGRAPH_CHARACTERS = 80
 
+CODE_MODULES = ("heapq", "textwrap", "json.encoder")
+CODE_CHARACTERS = 2000  # of each
+
 _PARAGRAPHS = re.compile(r"\n[ \t]*\n")
 
 
@@ -35,6 +42,21 @@ def calibration_text() -> str:
     Raises `InputError` on a Python without `pydoc_data`, or with too little text in it.
     """
     return _texts()[0]
+
+
+def other_text() -> str:
+    """What calibration sees besides English prose: sentences in other languages and Python code, in turn.
+
+    Modules without source files here are left out.
+    """
+    languages = (
+        Path(__file__).with_name("languages.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    )
+    parts = [_code(name) for name in CODE_MODULES]
+    share = -(-len(languages) // len(parts))
+    return "\n".join(
+        "".join(languages[n * share : (n + 1) * share]) + "\n" + code for n, code in enumerate(parts)
+    )
 
 
 def evaluation_text() -> str:
@@ -92,6 +114,20 @@ def select_texts(topics: dict[str, str]) -> tuple[str, str]:
         for names in (chosen[0::2], chosen[1::2])
     )
     return calibration + "\n", evaluation + "\n"
+
+
+def _code(module: str) -> str:
+    """The middle of a module's source, whole lines; empty where only compiled files are there."""
+    file = importlib.import_module(module).__file__
+    if file is None or not file.endswith(".py"):
+        return ""
+    lines = Path(file).read_text(encoding="utf-8").splitlines(keepends=True)
+    kept: list[str] = []
+    for line in lines[len(lines) // 3 :]:
+        if sum(map(len, kept)) + len(line) > CODE_CHARACTERS:
+            break
+        kept.append(line)
+    return "".join(kept)
 
 
 def _is_prose(raw: str, paragraph: str) -> bool:

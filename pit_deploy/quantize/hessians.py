@@ -44,13 +44,28 @@ WINDOW = 256
 
 
 def calibration_windows(ids: Sequence[int], *, tokens: int = TOKENS, window: int = WINDOW) -> list[list[int]]:
-    """Windows of equal length, spread evenly over a text's `ids`. Raises `InputError` for an empty text."""
+    """Windows of equal length, spread evenly over a text's `ids`, each from a multiple of `window` on.
+
+    A text shorter than a window is one window. Raises `InputError` for an empty text.
+    """
     if not ids:
         raise InputError("the calibration text has no tokens; give a longer one.")
     size = min(window, len(ids))
-    count = max(1, min(tokens, len(ids)) // size)
-    starts = np.linspace(0, len(ids) - size, count).astype(int)
-    return [list(ids[start : start + size]) for start in starts]
+    cut = len(ids) // size
+    count = min(cut, max(1, tokens // size))
+    return [list(ids[n * size : (n + 1) * size]) for n in np.linspace(0, cut - 1, count).astype(int)]
+
+
+def held_out_windows(ids: Sequence[int], *, every: int, window: int = WINDOW) -> tuple[list[int], list[int]]:
+    """`ids` in two: all windows but each `every`th, and those. A text of fewer windows is cut near its end."""
+    if len(ids) < every * window:
+        held = len(ids) - len(ids) // every
+        return list(ids[:held]), list(ids[held:])
+    kept: list[int] = []
+    held_out: list[int] = []
+    for n, start in enumerate(range(0, len(ids) - window + 1, window)):
+        (held_out if n % every == every - 1 else kept).extend(ids[start : start + window])
+    return kept, held_out
 
 
 class LayerStack:

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from pit_deploy.quantize.hessians import (  # noqa: E402
     LayerStack,
     calibration_windows,
+    held_out_windows,
     input_moments,
     quantize_layers,
 )
@@ -36,10 +37,17 @@ def same(a: dict[str, tuple[QuantizedTensor, ...]], b: dict[str, tuple[Quantized
 
 
 def test_windows_are_spread_over_the_text() -> None:
-    assert calibration_windows(range(10), tokens=6, window=3) == [[0, 1, 2], [7, 8, 9]]
+    assert calibration_windows(range(10), tokens=6, window=3) == [[0, 1, 2], [6, 7, 8]]
+    assert calibration_windows(range(10), tokens=100, window=3) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert calibration_windows([5, 6], tokens=100, window=8) == [[5, 6]]
     with pytest.raises(InputError, match="no tokens"):
         calibration_windows([])
+
+
+def test_windows_held_out_are_not_among_the_others() -> None:
+    kept, held = held_out_windows(range(40), every=4, window=5)
+    assert held == [*range(15, 20), *range(35, 40)] and sorted(kept + held) == list(range(40))
+    assert held_out_windows(range(8), every=4, window=5) == ([0, 1, 2, 3, 4, 5], [6, 7])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text"])

@@ -14,6 +14,7 @@ from pit_deploy.quantize.round_to_nearest import round_to_nearest
 from pit_deploy.quantize.tensor import QuantizedTensor
 
 PRECISIONS = ("fp32", "fp16", "int8", "int4")
+ROTATION_BLOCK = 32
 _BITS = {"int8": 8, "int4": 4}
 _PRECISION_OF = {4: "int4", 8: "int8", 32: "fp32"}
 
@@ -25,6 +26,7 @@ class QuantizationPlan:
     An exporter calls `encode` once for each tensor that it stores; the plan quantises it and keeps the error.
     `prepared` has tensors that were quantised before, by name (with error feedback, say), `bits` the bits of
     single tensors (4, 8, or 32 for float32) where they differ from their role's; both come before the role.
+    `grids` has, by bits, the granularity that a runtime insists on; the others follow `block_size` and `symmetric`.
     """
 
     weights: str
@@ -34,6 +36,7 @@ class QuantizationPlan:
     errors: list[dict[str, Any]] = field(default_factory=list)
     prepared: Mapping[str, QuantizedTensor] = field(default_factory=dict)
     bits: Mapping[str, int] = field(default_factory=dict)
+    grids: Mapping[int, QuantizationOptions] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in (self.weights, self.tables):
@@ -47,6 +50,16 @@ class QuantizationPlan:
         """`fp32`, `fp16`, `int8` or `int4` for the role `weights` or `tables`; single tensors may differ."""
         return {"weights": self.weights, "tables": self.tables}[role]
 
+    def options(self, bits: int) -> QuantizationOptions:
+        """How matrices of so many bits are rounded."""
+        return self.grids.get(bits) or QuantizationOptions(bits, self.block_size, self.symmetric)
+
+    @property
+    def rotation_block(self) -> int | None:
+        """Channels that a rotation may mix: all (None) where the runtime rounds rows of activations whole."""
+        by_row = any(grid.block_size is None for grid in self.grids.values())
+        return None if by_row else ROTATION_BLOCK
+
     def encode(self, name: str, weight: np.ndarray, role: str) -> np.ndarray | QuantizedTensor:
         """`weight` [rows, columns] in its precision: float32, float16 or quantised along the columns.
 
@@ -59,9 +72,7 @@ class QuantizationPlan:
                 return np.ascontiguousarray(weight, np.float32)
             if precision == "fp16":
                 return to_float16(name, weight)
-            quantized = round_to_nearest(
-                weight, QuantizationOptions(_BITS[precision], self.block_size, self.symmetric)
-            )
+            quantized = round_to_nearest(weight, self.options(_BITS[precision]))
         elif quantized.shape != weight.shape:
             raise InputError(
                 f"{name} was quantised as {list(quantized.shape)} and is stored as {list(weight.shape)}."

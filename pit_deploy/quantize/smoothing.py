@@ -24,11 +24,11 @@ from pit_deploy.architecture import DecoderConfig
 from pit_deploy.errors import InputError
 from pit_deploy.folding import FINAL_NORM, FoldedModel, Tables, UntiedTables
 from pit_deploy.progress import Progress, silent
+from pit_deploy.quantize.plan import ROTATION_BLOCK
 
 if TYPE_CHECKING:
     from pit_deploy.runtimes.torch import TorchRuntime
 
-ROTATION_BLOCK = 32
 MOST = 100.0  # no channel is scaled by more, relative to the geometric mean
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)$")
@@ -72,6 +72,13 @@ def block_rotation(size: int, block: int = ROTATION_BLOCK, seed: int = 0) -> Rot
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     signs = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, size) * 2.0 - 1
     return Rotation(signs, hadamard / np.sqrt(block))
+
+
+def random_rotation(size: int, seed: int = 0) -> Rotation:
+    """Over all channels: uniform over the orthogonal group, from a seeded generator."""
+    normal = np.random.Generator(np.random.PCG64(seed)).standard_normal((size, size))
+    q, r = np.linalg.qr(normal)
+    return Rotation(np.ones(size), q * np.sign(r.diagonal()))
 
 
 @dataclass
@@ -135,8 +142,10 @@ class SmoothedModel(FoldedModel):
         return np.moveaxis(turned, -1, 1).reshape(value.shape)
 
 
-def rotated(model: FoldedModel, *, block: int = ROTATION_BLOCK, seed: int = 0) -> FoldedModel:
-    """The same model with outliers spread within blocks of `block` channels.
+def rotated(model: FoldedModel, *, block: int | None = ROTATION_BLOCK, seed: int = 0) -> FoldedModel:
+    """The same model with outliers spread within blocks of `block` channels; None: over all of them.
+
+    None suits a runtime that rounds a whole row of activations with one scale: an outlier then costs every channel.
 
     The stream is turned where the tables can take it up: two tables, or one with its maps. Sizes that the
     block doesn't divide are left as they are. Apply it after the choice of a quantisation basis, which it
@@ -148,10 +157,9 @@ def rotated(model: FoldedModel, *, block: int = ROTATION_BLOCK, seed: int = 0) -
         tables.head_map is not None and tables.embedding_map is not None
     )
     stream = heads = None
-    if mapped and config.hidden_size % block == 0:
-        stream = block_rotation(config.hidden_size, block, seed)
-    if config.head_dim % block == 0:
-        heads = block_rotation(config.head_dim, block, seed + 1)
+    if mapped:
+        stream = _rotation(config.hidden_size, block, seed)
+    heads = _rotation(config.head_dim, block, seed + 1)
     if stream is None and heads is None:
         return model
     kept = _parts(model)
@@ -160,8 +168,15 @@ def rotated(model: FoldedModel, *, block: int = ROTATION_BLOCK, seed: int = 0) -
         kept["tables"] = _turned(tables, stream, gain)
         neutral = np.full(config.hidden_size, 1.0 - config.norm_offset)
         kept["overrides"] = {**model.overrides, FINAL_NORM: neutral}
-    kept["folds"] = [*model.folds, "block_rotation"]
+    kept["folds"] = [*model.folds, "rotation" if block is None else "block_rotation"]
     return SmoothedModel(**kept, architecture=config, stream=stream, heads=heads)
+
+
+def _rotation(size: int, block: int | None, seed: int) -> Rotation | None:
+    """None where the block does not divide the channels."""
+    if block is None:
+        return random_rotation(size, seed)
+    return block_rotation(size, block, seed) if size % block == 0 else None
 
 
 def balanced(

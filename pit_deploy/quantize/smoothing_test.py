@@ -52,7 +52,10 @@ def _norm(module):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("layout", ["maps", "untied", "shared"])
-def test_the_function_stays(tiny_checkpoint: Callable[..., Path], family: str, layout: str) -> None:
+@pytest.mark.parametrize("block", [8, None])
+def test_the_function_stays(
+    tiny_checkpoint: Callable[..., Path], family: str, layout: str, block: int | None
+) -> None:
     changes = {"attention_bias": True, "mlp_bias": True} if family == "llama" else {}
     checkpoint = open_checkpoint(tiny_checkpoint(family, tied=layout != "untied", **changes))
     model = load_folded(checkpoint)
@@ -60,7 +63,7 @@ def test_the_function_stays(tiny_checkpoint: Callable[..., Path], family: str, l
         maps = np.random.default_rng(0).standard_normal((2, 24, 24)) / 5
         assert isinstance(model.tables, SharedTable)
         model.tables = SharedTable(model.tables.table, *maps)
-    turned = rotated(model, block=8)
+    turned = rotated(model, block=block)
     assert isinstance(turned, SmoothedModel)
     assert (turned.stream is None) == (layout == "shared")  # a table without maps cannot take the rotation up
     rng = np.random.default_rng(1)
@@ -108,6 +111,13 @@ def test_projections_of_hidden_states_stay(tiny_checkpoint: Callable[..., Path])
         other @ turned_projection(turned, projection), states @ projection, rtol=1e-3, atol=1e-3
     )
     assert turned_projection(model, projection) is projection
+
+
+def test_a_random_rotation_is_orthogonal_and_mixes_all_channels() -> None:
+    matrix = random_rotation(24, seed=3).columns(np.eye(24))
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(24), atol=1e-12)
+    assert np.abs(matrix).max() < 0.9 and np.count_nonzero(matrix) == matrix.size
+    np.testing.assert_array_equal(matrix, random_rotation(24, seed=3).columns(np.eye(24)))
 
 
 def test_rotation_by_hand() -> None:

@@ -3,31 +3,88 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from pit_deploy.bundle import Bundle
 from pit_deploy.errors import InputError
-from pit_deploy.runtimes.base import FullRuntime, Runtime
+from pit_deploy.runtimes.base import FullRuntime, Runtime, TextRuntime, VerifyingRuntime
 
-__all__ = ["FullRuntime", "Runtime", "open_runtime"]
+__all__ = [
+    "TEXT_FIT",
+    "FullRuntime",
+    "Runtime",
+    "TextRuntime",
+    "VerifyingRuntime",
+    "open_runtime",
+    "open_text_runtime",
+]
 
-NAMES = ("onnxruntime",)
-_DEFAULT = {"onnx": "onnxruntime"}
+FIT = {
+    "onnx": ("onnxruntime",),
+    "executorch": ("executorch",),
+    "coreml": ("mil", "coreml"),
+}
+"""Runtimes that open a bundle, by the manifest's `runtime`; the first is the usual one."""
 
 
-def open_runtime(bundle: Bundle, name: str | None = None, *, threads: int | None = None) -> Runtime:
-    """Open the bundle's artifact in a runtime (None: the usual one for it). Raises `InputError` for an unfit name."""
-    name = name or _DEFAULT.get(bundle.manifest.runtime)
-    if name not in NAMES or _DEFAULT.get(bundle.manifest.runtime) != name:
-        fit = _DEFAULT.get(bundle.manifest.runtime)
-        raise InputError(
-            f"the runtime {name!r} cannot open this {bundle.manifest.runtime} bundle; "
-            f"{f'use {fit}' if fit else f'known runtimes are {NAMES}'}."
-        )
+def open_runtime(
+    bundle: Bundle, name: str | None = None, *, threads: int | None = None, speculate: bool = False
+) -> Runtime:
+    """Open the bundle's artifact in a runtime (None: the usual one for it).
+
+    With `speculate` it is a `VerifyingRuntime`. Raises `InputError` for an unfit name, and where speculation could
+    change the text.
+    """
+    fit = FIT.get(bundle.manifest.runtime, ())
+    name = name or _usual(bundle.manifest.runtime)
+    if name not in fit:
+        known = ", ".join(other for names in FIT.values() for other in names)
+        advice = f"use {' or '.join(fit)}" if fit else f"known runtimes are {known}"
+        raise InputError(f"the runtime {name!r} cannot open this {bundle.manifest.runtime} bundle; {advice}.")
     check_threads(threads)
+    if speculate and name != "onnxruntime":
+        raise InputError(f"speculation is built for onnxruntime, not for {name}; leave --speculate out.")
+    if name == "executorch":
+        from pit_deploy.runtimes.executorch import ExecutorchRuntime
+
+        return ExecutorchRuntime.open(bundle.path, bundle.manifest, threads)
+    if name == "mil":
+        from pit_deploy.runtimes.mil import MilRuntime
+
+        return MilRuntime(bundle)
+    if name == "coreml":
+        from pit_deploy.runtimes.coreml import CoreMLRuntime
+
+        return CoreMLRuntime(bundle)
     from pit_deploy.runtimes.onnxruntime import OnnxRuntime, check_external_data
 
     check_external_data(bundle)
+    if speculate:
+        from pit_deploy.runtimes.onnx_verification import VerifyingOnnxRuntime
+
+        return VerifyingOnnxRuntime.open(bundle.path, bundle.manifest, threads)
     return OnnxRuntime.open(bundle.path, bundle.manifest, threads)
+
+
+TEXT_FIT = {"executorch-runner": "executorch"}
+"""Stock runners, which give only text, and the bundles that they open."""
+
+
+def open_text_runtime(bundle: Bundle, name: str, *, threads: int | None = None) -> TextRuntime:
+    """Open the bundle's artifact in a stock runner. Raises `InputError` for an unfit name."""
+    if TEXT_FIT.get(name) != bundle.manifest.runtime:
+        raise InputError(f"the runtime {name!r} cannot open this {bundle.manifest.runtime} bundle.")
+    check_threads(threads)
+    from pit_deploy.runtimes.executorch_text import ExecutorchTextRunner
+
+    return ExecutorchTextRunner(bundle, threads)
+
+
+def _usual(kind: str) -> str | None:
+    """The runtime that opens a kind of bundle where none is named: Core ML itself where there is one."""
+    if kind == "coreml" and sys.platform == "darwin":
+        return "coreml"
+    return next(iter(FIT.get(kind, ())), None)
 
 
 def check_threads(threads: int | None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -51,6 +51,36 @@ class FullRuntime(Runtime, Protocol):
     def hidden_states(self, ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """From an empty cache: the residual stream after the embedding and after each layer, float32
         [num_hidden_layers + 1, tokens, hidden_size], and the logits [tokens, vocab_size]."""
+        ...
+
+
+@runtime_checkable
+class TextRuntime(Protocol):
+    """A stock runner: text in, greedy text out, with a tokenizer of its own."""
+
+    name: str
+
+    def generate(
+        self, prompt: str, max_new_tokens: int, *, on_text: Callable[[str], None] = lambda text: None
+    ) -> str:
+        """The greedy continuation of `prompt`, without it. Raises `ContextFullError` before anything runs."""
+        ...
+
+
+@runtime_checkable
+class VerifyingRuntime(Runtime, Protocol):
+    """A runtime that runs several tokens in one pass as it would one by one, and can take tokens back."""
+
+    def last_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """Append `ids` (at least one) and return the logits of each, [tokens, vocab_size].
+
+        Logits and cache are those of `decode` called for one after the other, bit for bit. The array may be
+        overwritten by the next call.
+        """
+        ...
+
+    def rewind(self, position: int) -> None:
+        """Take back the tokens from `position` on; `position` is 0 to the present one."""
         ...
 
 

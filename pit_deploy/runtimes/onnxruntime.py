@@ -17,6 +17,7 @@ from pit_deploy.errors import InputError, PitDeployError
 from pit_deploy.extras import require
 from pit_deploy.manifest import BundleError, Manifest
 from pit_deploy.runtimes.base import check_room
+from pit_deploy.runtimes.huge_pages import join_pages
 from pit_deploy.runtimes.onnx_manifest import check_manifest, load_model, unreadable
 
 if TYPE_CHECKING:
@@ -49,19 +50,19 @@ class OnnxRuntime:
         self.model_path, self.context_length = Path(model_path), context_length
         self._hidden_states, self._threads = list(hidden_states), threads
         before = resident_bytes()
-        self._session = self._open(str(self.model_path))
+        self._session = self._open(self._model())
         after = resident_bytes()
         self.load_rss_bytes = None if before is None or after is None else after - before
         self.vocab_size = int(self._session.get_outputs()[0].shape[-1])
-        make = _SharedCache if profile == "default" else _GrowingCache
         try:
-            self._cache: _Cache = make(self._session, context_length, self.vocab_size)
+            self._cache = self._make_cache(profile)
         except MemoryError as error:
             raise InputError(
                 f"{self.model_path}: a cache of {context_length} tokens does not fit into memory; export with a "
                 f"smaller --context."
             ) from error
         self._position = 0
+        self._joined_pages = False
         self._probe: Any = None
 
     @classmethod
@@ -89,6 +90,9 @@ class OnnxRuntime:
 
     def decode(self, id: int) -> np.ndarray:
         """Append one id and return its logits, [vocab_size]."""
+        if not self._joined_pages:  # not when opened: a short answer need not wait for it
+            join_pages()
+            self._joined_pages = True
         return self.prefill([id])
 
     def reset(self) -> None:
@@ -107,6 +111,14 @@ class OnnxRuntime:
             raise InputError(f"{self.model_path} has no names for its hidden states; export it again.")
         *states, logits = self._run_probe(ids, [*self._hidden_states, "logits"])
         return np.stack(states), logits
+
+    def _model(self) -> str | bytes:
+        """What the session is opened on: a file, or a graph in memory."""
+        return str(self.model_path)
+
+    def _make_cache(self, profile: str) -> _Cache:
+        make = SharedCache if profile == "default" else _GrowingCache
+        return make(self._session, self.context_length, self.vocab_size)
 
     def _run_probe(self, ids: Sequence[int], outputs: list[str]) -> list[np.ndarray]:
         self.reset()
@@ -293,7 +305,7 @@ class _Cache(Protocol):
     def clear(self) -> None: ...
 
 
-class _SharedCache:
+class SharedCache:
     """Buffers [1, heads, context_length, head_dim] that are past and present at once, bound when made."""
 
     def __init__(self, session: Any, context_length: int, vocab_size: int) -> None:
@@ -311,13 +323,16 @@ class _SharedCache:
 
     def run(self, ids: np.ndarray, position: int) -> np.ndarray:
         tokens = ids.shape[1]
-        self._bind_input("input_ids", ids)
-        self._bind_input("attention_mask", self._mask[:, : position + tokens])
         if not self._last_only and self._logits.shape[1] != tokens:
             self._logits = np.empty([1, tokens, self._logits.shape[2]], np.float32)
             self._bind_output("logits", self._logits)
-        self._session.run_with_iobinding(self._binding)
+        self._run(ids, position)
         return self._logits[0, -1].copy()
+
+    def _run(self, ids: np.ndarray, position: int) -> None:
+        self._bind_input("input_ids", ids)
+        self._bind_input("attention_mask", self._mask[:, : position + ids.shape[1]])
+        self._session.run_with_iobinding(self._binding)
 
     def clear(self) -> None:
         """Nothing to do: what lies past the mask is never read."""

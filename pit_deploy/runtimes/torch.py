@@ -66,6 +66,28 @@ class TorchRuntime:
     def decode(self, id: int) -> np.ndarray:
         return self.prefill([id])
 
+    def last_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """One pass a token: several in one pass would be rounded otherwise, and a reference need not be fast."""
+        check_room(self, ids)
+        return np.stack([self.decode(id) for id in ids])
+
+    def rewind(self, position: int) -> None:
+        """Raises `InputError` where a sliding window has already dropped what would be needed."""
+        if not 0 <= position <= self.position:
+            raise ValueError(f"there is no way from {self.position} tokens back to {position}")
+        if position == self.position:
+            return
+        if position == 0:
+            self.reset()
+            return
+        window = getattr(self.model.config, "sliding_window", None)
+        if window is not None and self.position >= window:
+            raise InputError(
+                f"{self.name} cannot take back tokens: the text of {self.position} is longer than the sliding window "
+                f"of {window}; run it without speculation."
+            )
+        self._cache.crop(position - self.position)
+
     def all_logits(self, ids: Sequence[int]) -> np.ndarray:
         self.reset()
         check_room(self, ids)

@@ -12,7 +12,7 @@ from pit_deploy.checkpoint import open_checkpoint
 from pit_deploy.conversion import convert
 from pit_deploy.errors import ContextFullError, InputError
 from pit_deploy.folding import fold_checkpoint
-from pit_deploy.runtimes.base import FullRuntime
+from pit_deploy.runtimes.base import FullRuntime, VerifyingRuntime
 from pit_deploy.runtimes.torch import TorchRuntime, open_folded, open_plain, open_training
 
 Make = Callable[..., Any]
@@ -121,3 +121,31 @@ def test_the_familys_scale_and_soft_cap_are_applied_once(
         steps = np.stack([opened.decode(i) for i in IDS])
         assert np.abs(steps - logits)[:, :257].max() < 1e-4
         assert np.abs(steps[:, :257]).max() <= 5
+
+
+def test_several_tokens_are_those_of_single_ones_and_can_be_taken_back(runtime: TorchRuntime) -> None:
+    assert isinstance(runtime, VerifyingRuntime)
+    runtime.prefill(IDS[:3])
+    alone = np.stack([runtime.decode(id) for id in IDS[3:8]])
+    runtime.rewind(3)
+    runtime.last_logits([9, 9])
+    runtime.rewind(3)
+    assert np.array_equal(runtime.last_logits(IDS[3:8]), alone)
+    assert runtime.position == 8
+    with pytest.raises(ContextFullError):
+        runtime.last_logits([1] * 7)
+    with pytest.raises(ValueError, match="8 tokens back to 9"):
+        runtime.rewind(9)
+    runtime.rewind(8)
+    runtime.rewind(0)
+    assert runtime.position == 0
+    assert np.abs(runtime.prefill(IDS[:4]) - alone[0]).max() < 1e-4
+
+
+def test_a_sliding_window_cannot_be_taken_back(tiny_checkpoint: Make) -> None:
+    runtime = open_plain(open_checkpoint(tiny_checkpoint("mistral", sliding_window=6)), context_length=14)
+    runtime.prefill(IDS[:5])
+    runtime.rewind(4)
+    runtime.prefill(IDS[4:9])
+    with pytest.raises(InputError, match=r"cannot take back tokens: the text of 9 is longer than .* of 6"):
+        runtime.rewind(8)

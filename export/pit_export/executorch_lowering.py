@@ -1,0 +1,187 @@
+"""From a decoder in PyTorch to the bytes of a .pte: export, lower to a profile's backend, plan memory, write."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+
+from pit_deploy.decoder import Decoder, Pieces
+from pit_deploy.runtimes.executorch_package import without_output
+from pit_export.executorch_passes import shared_passes
+from pit_export.executorch_pieces import CUSTOM, CustomForward, Forward
+from pit_export.executorch_repeat import NotRegularError, ends_of, is_regular, repeat_layers
+
+_XNNPACK = "XnnpackBackend"
+EXAMPLE_TOKENS = 7
+"""Length that is traced; it stands for all."""
+_DATA_MOVING = ("getitem", "alloc", "view", "executorch_call_delegate")
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How a decoder is lowered."""
+
+    pieces: Pieces
+    forward: Callable[[Decoder], nn.Module]
+    partitioners: Callable[[], list[Any]] = list
+    custom_operators: bool = False
+    """Whether it needs the kernels of `extension/llm/custom_ops`, which a small runtime lacks."""
+    backend: str | None = None
+    """Name of the delegate at run time."""
+
+
+def _xnnpack() -> list[Any]:
+    from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+
+    # One partitioner for floats and quantised layers alike: two would cut each layer into a dozen delegates.
+    return [XnnpackPartitioner()]
+
+
+def _coreml() -> list[Any]:
+    from executorch.backends.apple.coreml.partition import CoreMLPartitioner
+
+    return [CoreMLPartitioner()]
+
+
+def _vulkan() -> list[Any]:
+    from executorch.backends.vulkan.partitioner.vulkan_partitioner import VulkanPartitioner
+
+    return [VulkanPartitioner({"require_dynamic_shapes": True})]
+
+
+def _mps() -> list[Any]:
+    from executorch.backends.apple.mps.partition import MPSPartitioner
+    from executorch.exir.backend.compile_spec_schema import CompileSpec
+
+    return [MPSPartitioner([CompileSpec("use_fp16", bytes([False]))])]
+
+
+PROFILES: Mapping[str, Profile] = {
+    "xnnpack": Profile(CUSTOM, CustomForward, _xnnpack, custom_operators=True, backend=_XNNPACK),
+    "portable": Profile(Pieces(), Forward),
+    "coreml": Profile(Pieces(), Forward, _coreml, backend="CoreMLBackend"),
+    "vulkan": Profile(Pieces(), Forward, _vulkan, backend="VulkanBackend"),
+    "mps": Profile(Pieces(), Forward, _mps, backend="MPSBackend"),
+}
+
+
+@dataclass
+class Lowered:
+    """What was written: operators by number of calls, delegates apart."""
+
+    delegates: int
+    leftover: dict[str, int] = field(default_factory=dict)
+    """Operators that no delegate took."""
+
+
+def lower(
+    decoder: Decoder,
+    profile: Profile,
+    metadata: Mapping[str, Any],
+    path: Path,
+    *,
+    shared: bool = True,
+    repeat: bool = True,
+) -> Lowered:
+    """Write `decoder` to `path` as one method `forward(tokens [1, S], input_pos [1])` with a free S.
+
+    `metadata` becomes methods that return constants. `repeat` False lowers every layer (see `executorch_repeat`),
+    `shared` False every delegate on its own (see `executorch_passes`): the results are the same, and it takes many
+    times as long.
+    """
+    import_operators(profile)
+    from executorch.exir import ExecutorchBackendConfig
+    from executorch.exir.passes import MemoryPlanningPass
+    from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
+
+    with _quiet(), torch.no_grad():
+        with shared_passes(enabled=shared and profile.backend == _XNNPACK):
+            edge = None
+            if repeat and profile.backend == _XNNPACK and is_regular(decoder):
+                edge = _repeated(decoder, profile, metadata)
+            if edge is None:
+                edge = _delegated(decoder, profile, metadata)
+        written = edge.to_executorch(
+            ExecutorchBackendConfig(
+                extract_delegate_segments=True,
+                do_quant_fusion_and_const_prop=True,
+                memory_planning_pass=MemoryPlanningPass(alloc_graph_input=False),
+                sym_shape_eval_pass=ConstraintBasedSymShapeEvalPass(),
+            )
+        )
+    with path.open("wb") as stream:
+        written.write_to_file(stream)
+    return _operators(written.exported_program())
+
+
+def _delegated(decoder: Decoder, profile: Profile, metadata: Mapping[str, Any]) -> Any:
+    """The program in ExecuTorch's edge dialect, with the profile's delegates: an `EdgeProgramManager`."""
+    from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
+
+    return to_edge_transform_and_lower(
+        _exported(profile.forward(decoder).eval(), decoder.context_length),
+        partitioner=profile.partitioners(),
+        constant_methods=dict(metadata),
+        compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
+    )
+
+
+def _repeated(decoder: Decoder, profile: Profile, metadata: Mapping[str, Any]) -> Any:
+    """The same from its first and last layer, or None where the program is not as regular as the decoder."""
+    from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
+
+    edge = _delegated(ends_of(decoder), profile, metadata)
+    try:
+        repeat_layers(
+            edge.exported_program(), decoder, lambda program: XnnpackBackend.preprocess(program, [])
+        )
+    except NotRegularError:
+        return None
+    return edge
+
+
+def import_operators(profile: Profile) -> None:
+    """Register the operators that a profile's graph or kernels need."""
+    with without_output():
+        import executorch.kernels.quantized
+
+        if profile.custom_operators:
+            import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
+
+
+def _exported(module: nn.Module, context_length: int) -> ExportedProgram:
+    length = Dim("length", min=1, max=context_length)
+    tokens = torch.zeros(1, min(EXAMPLE_TOKENS, context_length), dtype=torch.int64)
+    example = (tokens, torch.zeros(1, dtype=torch.int64))
+    if context_length == 1:
+        return torch.export.export(module, example)
+    return torch.export.export(module, example, dynamic_shapes=({1: length}, None))
+
+
+def _operators(program: ExportedProgram) -> Lowered:
+    counts: Counter[str] = Counter()
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            name = getattr(node.target, "name", None)
+            counts[name() if callable(name) else getattr(node.target, "__name__", str(node.target))] += 1
+    delegates = counts.pop("executorch_call_delegate", 0)
+    return Lowered(
+        delegates, {name: n for name, n in sorted(counts.items()) if name.split(".")[0] not in _DATA_MOVING}
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the remarks of libraries about themselves; errors are raised all the same."""
+    with warnings.catch_warnings(), without_output():
+        warnings.simplefilter("ignore")
+        yield

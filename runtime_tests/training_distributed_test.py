@@ -1,0 +1,158 @@
+"""Training on two processes over gloo, against one: the same losses, retraction and projection of spread rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+TEXT = (
+    "The quick brown fox jumps over the lazy dog, and nobody knows why it does that again and again.\n" * 60
+)
+COMMAND = ["train", "--steps", "6", "--block-length", "32", "--learning-rate", "2e-3", "--eval-every", "2"]
+
+MANIFOLD = """
+import os, torch
+import torch.distributed as dist
+from pit_deploy.training.stiefel import orthogonalized, orthonormality_error, project_to_tangent_, retract_
+dist.init_process_group("gloo")
+rank, count = dist.get_rank(), dist.get_world_size()
+generator = torch.Generator().manual_seed(0)
+table, gradient = (torch.randn(101, 7, generator=generator, dtype=torch.float64) for _ in range(2))
+whole = retract_(table.clone())
+tangent = project_to_tangent_(gradient.clone(), whole)
+direction = orthogonalized(gradient)
+own = slice(0, 40) if rank == 0 else slice(40, 101)  # unequal parts
+group = dist.group.WORLD
+part = retract_(table[own].clone(), group)
+assert (part - whole[own]).abs().max() < 1e-12
+assert (project_to_tangent_(gradient[own].clone(), whole[own], group) - tangent[own]).abs().max() < 1e-12
+assert (orthogonalized(gradient[own], group) - direction[own]).abs().max() < 1e-12
+assert orthonormality_error(part, group) < 1e-12
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def pit(make_checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from pit_deploy.conversion import convert
+
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "text.txt").write_text(TEXT)
+    convert(make_checkpoint(), folder / "pit", check=False)
+    return folder / "pit"
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def on_two(*arguments: str) -> None:
+    """Run a module or a script as two processes of torchrun."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(port),
+    ]
+    done = subprocess.run(
+        [*launcher, *arguments], env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def losses(folder: Path) -> list[tuple[int, str, float]]:
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [(r["step"], k, r[k]) for r in records for k in ("loss", "eval_loss") if k in r]
+
+
+def test_the_manifold_in_two_parts(tmp_path: Path) -> None:
+    script = tmp_path / "manifold.py"
+    script.write_text(MANIFOLD)
+    on_two(str(script))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_train_as_one(pit: Path, tmp_path: Path, kind: str) -> None:
+    from pit_deploy.checkpoint import open_checkpoint
+    from pit_deploy.initialize import orthonormality_error
+    from pit_deploy.training.run import train
+
+    text = pit.with_name("text.txt")
+    # The bridge is annealed on the way: it too is spread over processes under FSDP2.
+    options = dict(
+        anneal_bridge=4, steps=6, block_length=32, learning_rate=2e-3, eval_every=2, eval_share=0.1
+    )
+    train(pit, tmp_path / "one", text=[text], batch_size=8, **options)
+    arguments = [*COMMAND, str(pit), str(tmp_path / "two"), "--text", str(text), "--batch-size", "4"]
+    more = [
+        "--eval-share",
+        "0.1",
+        "--save-every",
+        "3",
+        "--anneal-bridge",
+        "4",
+        *(["--fsdp"] if kind == "fsdp" else []),
+    ]
+    on_two("-m", "pit_deploy.cli", "--debug", *arguments, *more)
+    expected, found = losses(tmp_path / "one.run"), losses(tmp_path / "two.run")
+    assert [x[:2] for x in found] == [x[:2] for x in expected]
+    for (_, _, one), (_, _, two) in zip(expected, found, strict=True):
+        assert two == pytest.approx(one, abs=1e-4)
+    first, second = (open_checkpoint(tmp_path / name) for name in ("one", "two"))
+    assert orthonormality_error(second.read("pit.memory")) < 1e-5
+    assert set(first.tensors) == set(second.tensors)
+    assert abs(first.read("pit.memory") - second.read("pit.memory")).max() < 1e-4
+    assert (tmp_path / "two.run" / "checkpoint-6" / "config.json").is_file()
+
+    # From the checkpoint before: the same once more.
+    shutil.rmtree(tmp_path / "two.run" / "checkpoint-6")
+    on_two("-m", "pit_deploy.cli", "--debug", *arguments, *more, "--resume")
+    assert losses(tmp_path / "two.run") == found
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(pit: Path, tmp_path: Path) -> None:
+    text = pit.with_name("text.txt")
+    base = [
+        sys.executable,
+        "-m",
+        "pit_deploy.cli",
+        *COMMAND,
+        "--text",
+        str(text),
+        "--save-every",
+        "2",
+        str(pit),
+    ]
+    base[base.index("6")] = "40"
+    out, run = tmp_path / "out", tmp_path / "out.run"
+    process = subprocess.Popen([*base, str(out)], env=environment(), stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    while not (run / "checkpoint-6").is_dir() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert process.returncode == -signal.SIGKILL, "the run ended before it was killed"
+    assert not out.exists()
+    for command in ([*base, str(out), "--resume"], [*base, str(tmp_path / "whole")]):
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert losses(run) == losses(tmp_path / "whole.run")
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (out, tmp_path / "whole")]
+    assert weights[0] == weights[1]
