@@ -109,14 +109,18 @@ def tokenizer_config(directory: Path | str) -> dict[str, Any]:
 
 
 def render_directory(
-    directory: Path | str, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True
+    directory: Path | str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    **variables: Any,
 ) -> str:
     """`render_chat` with the template and the special tokens of a model's directory (a bundle is one)."""
     return render_chat(
         chat_template(directory),
         messages,
         add_generation_prompt=add_generation_prompt,
-        **special_tokens(tokenizer_config(directory)),
+        **(special_tokens(tokenizer_config(directory)) | variables),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
@@ -178,7 +179,7 @@ def train(
     transform_rate: Annotated[
         float | None, typer.Option(help="Length of a step of L, relative to one direction of it; derived.")
     ] = None,
-    memory_decay: Annotated[float, typer.Option(help="Exponent of the schedule for Z.")] = 2.0,
+    memory_decay: Annotated[float, typer.Option(help="Exponent of the schedule for Z.")] = 1.0,
     warmup: Annotated[float, typer.Option(help="Share of the steps.")] = 0.05,
     final_rate: Annotated[float, typer.Option(help="Where the cosine ends, relative to the peak.")] = 0.1,
     weight_decay: Annotated[float, typer.Option(help="Of the backbone's matrices.")] = 0.01,
@@ -323,7 +324,10 @@ def export(
         str | None, typer.Option(help="last position or all. [dim]\\[default: last][/]")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(help="default, or standard: only standard ONNX operators.")
+        str | None,
+        typer.Option(
+            help="Form of the artifact; docs/cli.md lists each target's, for ONNX default or standard."
+        ),
     ] = None,
     block_size: Annotated[
         int | None,
@@ -582,6 +586,11 @@ def main() -> NoReturn:
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program as it ends others
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    for name in (
+        "torchao",
+        "torch.utils._pytree",
+    ):  # remarks on kernels for GPUs, where transformers finds torchao
+        logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' own bars; pit-deploy draws one of its own
     try:
         status = app(args=_prepared(sys.argv[1:]), prog_name="pit-deploy", standalone_mode=False)

@@ -86,7 +86,8 @@ def export(
     """Export a PIT, folded or plain checkpoint and write it to `out`.
 
     `block_size` None is 32, or 64 with error feedback in ONNX. `golden` is the PIT checkpoint to record from when
-    the source is folded already, or a `Calibration` made before (`calibrate`). Everything that can be checked is
+    the source is folded already, or a `Calibration` made before (`calibrate`; with error feedback pass it
+    `drawn_windows=DRAWN_WINDOWS` for what an export itself would see). Everything that can be checked is
     checked before weights are read; a failed or interrupted export leaves nothing at `out`, and one with error
     feedback goes on where it was when it is called again. Raises `InputError`.
     """
@@ -102,13 +103,17 @@ def export(
             context=context,
             logits=logits,
             profile=profile,
-            block_size=block_size or RTN_BLOCK,
+            block_size=RTN_BLOCK if block_size is None else block_size,
             symmetric=symmetric,
             quantizer=quantizer,
             max_kl=max_kl,
             max_bytes=max_bytes,
         ),
     )
+    if isinstance(golden, Calibration) and calibration is not None:
+        raise InputError(
+            "calibration has no effect beside a Calibration made before; give its text to calibrate."
+        )
     recorded = golden if isinstance(golden, (str, Path)) else None
     check_output(out, overwrite=overwrite, source=source, inputs=(recorded, calibration))
     checkpoint = open_checkpoint(source)
@@ -128,6 +133,11 @@ def export(
         context_length = options.context_length(config)
         if isinstance(golden, Calibration):
             learned = golden
+            if len(learned.probabilities) != checkpoint.table_rows:
+                raise InputError(
+                    f"the Calibration given was made for {len(learned.probabilities)} table rows and {source} has "
+                    f"{checkpoint.table_rows}; make it from this checkpoint."
+                )
         else:
             learned = calibrate(
                 checkpoint,
@@ -138,7 +148,7 @@ def export(
                 progress=progress,
             )
         model = load_folded(checkpoint, _layout(options, checkpoint, exporter), progress=progress)
-        work = _work_folder(source)
+        work = _work_folder(source, options) if options.feedback and _is_quantized(options) else None
         model, plan, choice = quantized(
             model,
             config,
@@ -187,7 +197,8 @@ def export(
         report.choice = None if choice is None else choice.to_dict()
         report.quantization = summary.model_dump() if summary else None
         report.notes = [*checkpoint.notes, *artifact.notes]
-        shutil.rmtree(work, ignore_errors=True)
+        if work is not None:
+            shutil.rmtree(work, ignore_errors=True)
         return report
     finally:
         checkpoint.close()
@@ -209,7 +220,7 @@ def quantized(
     Float settings change nothing. `grids` has the granularity that the runtime insists on, by bits. Error feedback
     keeps finished layers in the folder `work`, from where an interrupted call goes on.
     """
-    from pit_deploy.quantize.calibrated import States, quantize_model
+    from pit_deploy.quantize.calibrated import States, quantize_model, smoothed
     from pit_deploy.quantize.smoothing import rotated
 
     weights, tables = options.weights or "fp32", options.tables or "fp32"
@@ -220,6 +231,9 @@ def quantized(
         return model, plan, None
     model = in_quantization_basis(model, plan, learned)
     if not options.feedback:
+        if plan.rotation_block is None and plan.weights in ("int8", "int4"):
+            ids = [i for i in learned.ids if i < model.vocab_size]
+            return smoothed(model, plan, ids, progress), plan, None
         return rotated(model, block=plan.rotation_block), plan, None
     result = quantize_model(
         model,
@@ -236,13 +250,15 @@ def quantized(
     return result.model, result.plan, result.choice
 
 
-def _work_folder(source: str | Path) -> Path:
-    """Where an interrupted export of `source` keeps its finished layers: in the cache, and gone once it is done.
+def _work_folder(source: str | Path, options: ExportOptions) -> Path:
+    """Where an interrupted export keeps its finished layers: in the cache, and gone once such an export is done.
 
-    What lies there is taken up only by an export of the same weights, text and settings.
+    What lies there is taken up only by an export of the same weights, text and settings. A search with another
+    limit goes on with the same layers.
     """
-    name = hashlib.sha256(str(Path(source).resolve()).encode()).hexdigest()[:16]
-    return cache_folder() / "quantize" / name
+    limits = replace(options, max_kl=None, max_bytes=None)
+    about = f"{Path(source).resolve()} {options.searches} {limits}"
+    return cache_folder() / "quantize" / hashlib.sha256(about.encode()).hexdigest()[:16]
 
 
 def _is_quantized(options: ExportOptions) -> bool:

@@ -85,13 +85,13 @@ class TokenStream(Iterator[int]):
         if self._reason is None:
             self._reason = self._end_before_run()
         if self._reason is not None:
-            self._settle()
+            self.settle()
             raise StopIteration
         started = time.perf_counter()
         try:
             id = self._draw(self._logits())
         except BaseException:
-            self._settle()
+            self.settle()
             raise
         seconds = time.perf_counter() - started
         if self._ids:
@@ -100,7 +100,7 @@ class TokenStream(Iterator[int]):
             self._prefill_seconds = seconds
         if id in self._stop_ids:
             self._stop_id, self._reason = id, "stop"
-            self._settle()
+            self.settle()
             raise StopIteration
         self._ids.append(id)
         self._seen.add(id)
@@ -117,7 +117,7 @@ class TokenStream(Iterator[int]):
             self._reason = "cancelled"
         if self._reason is None:
             raise RuntimeError("The stream has not ended yet; iterate to its end or call cancel().")
-        self._settle()
+        self.settle()
         return Generation(
             tuple(self._ids),
             self._reason,
@@ -149,7 +149,8 @@ class TokenStream(Iterator[int]):
             return self._runtime.decode(self._ids[-1])
         return self._speculation.logits(self._ids[-1], self._max_new_tokens - len(self._ids))
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Take drafted tokens back out of the cache; needed only where a stream is left before its end."""
         if self._speculation is not None:
             self._speculation.settle()
 
@@ -228,9 +229,12 @@ def generate(
         history=history,
         speculate=speculate,
     )
-    for id in tokens:
-        if on_token is not None and on_token(id) is False:
-            tokens.cancel()
+    try:
+        for id in tokens:
+            if on_token is not None and on_token(id) is False:
+                tokens.cancel()
+    finally:
+        tokens.settle()  # also where the callback raises
     return tokens.generation
 
 

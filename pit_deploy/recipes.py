@@ -69,6 +69,8 @@ def _checked(path: Path, options: dict[str, Any]) -> dict[str, Any]:
         if key not in known:
             raise InputError(f"{path}: '{key}' is not an export option; known are {', '.join(known)}.")
         wanted = _type_of(key, known[key])
+        if wanted is float and type(value) is int:
+            options = {**options, key: (value := float(value))}
         if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
             raise InputError(f"{path}: {key} is {value!r}; a value of type {wanted.__name__} is expected.")
     return dict(options)

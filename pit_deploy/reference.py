@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CALIBRATION_TOKENS = 4096
 WINDOW = 256
 DRAWN_WINDOWS = 16
+_MARK = "calibration mark 7f3a"
 
 
 @dataclass
@@ -99,22 +100,34 @@ def calibrate(
     )
     if recorded.kind == "pit":
         golden.how["float32_interface_max_abs"] = _float32_difference(opened, golden)
+    rows = checkpoint.table_rows
     if text is not None:
-        ids = _encoded(tokenizer, read_calibration(text), checkpoint.table_rows)
+        ids = _in_turn([_windows(tokenizer, read_calibration(text), rows)])
     else:
         drawn = _drawn(opened, checkpoint, tokenizer, drawn_windows, progress) if drawn_windows else []
-        others = (_encoded(tokenizer, t, checkpoint.table_rows) for t in (calibration_text(), other_text()))
-        ids = _in_turn([*(_windows(t) for t in others), drawn])
+        others = [_windows(tokenizer, t, rows) for t in (calibration_text(), other_text())]
+        ids = _in_turn([*others, drawn])
     moment, probabilities = _statistics(opened, ids, checkpoint.table_rows, progress)
     return Calibration(golden, moment, probabilities, ids)
 
 
-def _encoded(tokenizer: Any, text: str, rows: int) -> list[int]:
-    return [id for id in tokenizer.encode(text).ids if id < rows]
+def _windows(tokenizer: Any, text: str, rows: int) -> list[list[int]]:
+    """A text's ids in windows, each with the ids that the tokenizer puts before a text. A short rest is dropped."""
+    prefix = _prefix(tokenizer, rows)
+    ids = [id for id in tokenizer.encode(text, add_special_tokens=False).ids if id < rows]
+    size = WINDOW - len(prefix)
+    cut = [ids[start : start + size] for start in range(0, len(ids), size)]
+    if len(cut) > 1 and len(cut[-1]) < size:
+        cut.pop()
+    return [prefix + window for window in cut]
 
 
-def _windows(ids: list[int]) -> list[list[int]]:
-    return [ids[start : start + WINDOW] for start in range(0, len(ids), WINDOW)]
+def _prefix(tokenizer: Any, rows: int) -> list[int]:
+    """The ids before a text, as a beginning-of-text id; what a tokenizer puts after one is not among them."""
+    probe = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    start = next((n for n in range(len(whole)) if whole[n : n + len(probe)] == probe), 0)
+    return [id for id in whole[:start] if id < rows]
 
 
 def _in_turn(sources: Sequence[Sequence[Sequence[int]]]) -> list[int]:
@@ -130,17 +143,23 @@ def _drawn(
     from pit_deploy.quantize.sampled_text import sampled_windows
 
     rows, known = checkpoint.table_rows, checkpoint.tokenizer_length()
-    tokens = min(WINDOW, opened.context_length)
+    tokens = min(WINDOW, int(opened.model.config.max_position_embeddings))
+    if tokens < 2:
+        return []
     start: list[int] = []
     if has_chat_template(checkpoint.path):
-        mark = "calibration"
-        rendered = render_directory(checkpoint.path, [{"role": "user", "content": mark}])
-        before = rendered.split(mark)[0]
+        rendered = render_directory(
+            checkpoint.path,
+            [{"role": "user", "content": _MARK}],
+            date_string="01 Jan 2024",  # templates with a date read it: the same text on any day
+        )
+        before = rendered.rpartition(_MARK)[0]
         start = [i for i in tokenizer.encode(before, add_special_tokens=False).ids if i < rows]
     starts = [start] * count
     if not 0 < len(start) < tokens:
         ordinary = sorted(set(range(min(known, rows))) - set(tokenizer.get_added_tokens_decoder()))
-        starts = [[int(i)] for i in np.random.default_rng(0).choice(ordinary, count)]
+        drawn = np.random.default_rng(0).choice(ordinary, count)
+        starts = [[*_prefix(tokenizer, rows), int(i)][-(tokens - 1) :] for i in drawn]
     return sampled_windows(
         opened, starts, tokens=tokens, banned=range(min(known, rows), rows), progress=progress
     )
@@ -172,20 +191,19 @@ def _statistics(
     runtime: TorchRuntime, ids: list[int], rows: int, progress: Progress
 ) -> tuple[np.ndarray, np.ndarray]:
     """E[nᵀ n] and the mean next-token distribution, over windows spread evenly through the text."""
-    if not ids:
-        raise InputError("the calibration text has no tokens; give a longer one.")
-    size = min(WINDOW, runtime.context_length, len(ids))
-    count = max(1, min(CALIBRATION_TOKENS, len(ids)) // size)
-    starts = np.linspace(0, len(ids) - size, count).astype(int)
+    from pit_deploy.quantize.hessians import calibration_windows
+
+    windows = calibration_windows(ids, tokens=CALIBRATION_TOKENS, window=min(WINDOW, runtime.context_length))
     moment, probabilities = np.zeros(()), np.zeros(rows)
-    for number, start in enumerate(starts):
-        progress("calibrate", number, count)
-        states, logits = runtime.final_states(ids[start : start + size])
+    for number, window in enumerate(windows):
+        progress("calibrate", number, len(windows))
+        states, logits = runtime.final_states(window)
         moment = moment + states.T @ states
         for row in logits:
             probabilities += np.exp(row - logsumexp(row))
-    progress("calibrate", count, count)
-    return moment / (count * size), probabilities / (count * size)
+    progress("calibrate", len(windows), len(windows))
+    count = sum(map(len, windows))
+    return moment / count, probabilities / count
 
 
 def _float32_difference(runtime: TorchRuntime, golden: GoldenRecord) -> float:

@@ -190,7 +190,7 @@ def sizes_by_part(export: ExportReport) -> dict[str, int]:
             part = "tokenizer"
         elif file.startswith("golden."):
             part = "golden"
-        elif name.startswith("model"):
+        elif name.startswith(("model", "prefill.mlpackage")):
             part = "weights"
         else:
             part = "other"

@@ -80,6 +80,8 @@ class PromptLookup:
             return []
         length = min(self._rates[n].best_length(), limit)
         found = self._ids[place : place + max(length, 1)]
+        while len(found) < length:  # the match reaches to the end: what repeats goes on repeating
+            found.append(found[place - end])
         self._match, self._expected = n, found[::-1]
         return found[:length]
 

@@ -162,6 +162,42 @@ def test_ending_early_leaves_the_cache_of_plain_decoding(taken: int) -> None:
     assert fast.cache == plain.cache
 
 
+@pytest.mark.parametrize("at", range(1, 12))
+def test_a_callback_that_raises_leaves_no_drafts_behind(at: int) -> None:
+    caches = []
+    for speculate in (False, True):
+        runtime, count = Verifying(counting), 0
+
+        def stop(id: int) -> None:
+            nonlocal count
+            count += 1
+            if count == at:
+                raise KeyError(id)
+
+        with pytest.raises(KeyError):
+            generate(
+                runtime,
+                [*range(12), *range(12)],
+                max_new_tokens=20,
+                options=GREEDY,
+                stop_ids=(),
+                on_token=stop,
+                speculate=speculate,
+            )
+        caches.append(list(runtime.cache))
+    assert caches[0] == caches[1]
+
+
+@pytest.mark.parametrize("period", [[7], [1, 2, 3]])
+def test_a_draft_of_repeating_text_goes_on_repeating(period: list[int]) -> None:
+    lookup, text = PromptLookup(), period * 20
+    for id in text:
+        lookup.append(id)
+        draft = lookup.draft(LONGEST_DRAFT)
+    assert draft == (period * 20)[: len(draft)]
+    assert len(draft) > len(period)
+
+
 def test_an_error_while_drawing_comes_at_its_token_and_settles() -> None:
     def broken(cache: Sequence[int]) -> np.ndarray:
         return np.full(12, np.nan, np.float32) if len(cache) == 25 else counting(cache)

@@ -208,7 +208,10 @@ BAD = {
     "not a checkpoint": (("convert", "EMPTY", "OUT"), "config.json is missing"),
     "a file": (("convert", "FILE", "OUT"), "is a file"),
     "unknown option value": (("export", "PIT", "OUT", "--weights", "int3"), "int3"),
-    "unknown target": (("export", "PIT", "OUT", "--to", "tflite"), "this installation writes coreml, executorch, hf, onnx"),
+    "unknown target": (
+        ("export", "PIT", "OUT", "--to", "tflite"),
+        "this installation writes coreml, executorch, hf, onnx",
+    ),
     "unknown profile": (("export", "PIT", "OUT", "--profile", "fast"), "default, standard"),
     "context too long": (("export", "PIT", "OUT", "--context", "100000"), "max_position_embeddings 320"),
     "context of nothing": (("export", "PIT", "OUT", "--context", "0"), "--context 0"),

@@ -7,7 +7,7 @@ Profiles: `cpu_gpu` and `neural_engine` keep keys and values in states (iOS 18),
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from pit_deploy.export_options import Artifact, ExportOptions
 from pit_deploy.extras import require
 from pit_deploy.folding import FoldedModel
 from pit_deploy.progress import Progress, silent
+from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import QuantizationPlan
 from pit_export.backbone import Backbone, check_backbone
 from pit_export.coreml_profiles import CACHE_MULTIPLE, HEAD_ROWS, PREFILL_TOKENS, PROFILES, Profile
@@ -40,6 +41,11 @@ class CoreMLExporter:
     default_precision = "int8"
     writes_bundle = True
     profiles = tuple(PROFILES)
+
+    def grids(self, options: ExportOptions) -> Mapping[int, QuantizationOptions]:
+        """iOS 17 has one scale a row; blocks came with iOS 18."""
+        by_row = _profile(options).forms == "channels"
+        return {8: QuantizationOptions(8, None)} if by_row else {}
 
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:
         """Raise `InputError` for options that the profile cannot build."""

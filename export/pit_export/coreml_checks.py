@@ -125,7 +125,7 @@ class _Runs:
         rounding: bool | None = None,
         given: Mapping[str, np.ndarray] | None = None,
     ) -> np.ndarray:
-        """Logits of the last token, ids without a token aside; `state` (states or passed caches) is brought up to date."""
+        """Logits of the last token, ids without a token aside; `state`, passed or not, is brought up to date."""
         inputs = {"input_ids": ids[None], "position": np.array([position], np.int32)}
         if "last" in self.function.inputs:
             inputs["last"] = np.array([len(ids) - 1], np.int32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,10 +114,7 @@ class BlockForm(Form):
 
 
 class ChannelForm(Form):
-    """`constexpr_affine_dequantize` (iOS 16): 8-bit codes with one scale a row."""
-
-    def __init__(self, plan: QuantizationPlan, dtype: type) -> None:
-        super().__init__(replace(plan, block_size=None), dtype)  # type: ignore[arg-type]  # None: whole rows
+    """`constexpr_affine_dequantize` (iOS 16): 8-bit codes with one scale a row, as the exporter's `grids` ask."""
 
     def encode(self, name: str, weight: np.ndarray, role: str) -> Encoded:
         encoded = self._checked(name, self.plan.encode(name, weight, role))

@@ -138,6 +138,7 @@ def _delegated(decoder: Decoder, profile: Profile, metadata: Mapping[str, Any]) 
 def _repeated(decoder: Decoder, profile: Profile, metadata: Mapping[str, Any]) -> Any:
     """The same from its first and last layer, or None where the program is not as regular as the decoder."""
     from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
+    from executorch.exir import EdgeProgramManager
 
     edge = _delegated(ends_of(decoder), profile, metadata)
     try:
@@ -146,7 +147,8 @@ def _repeated(decoder: Decoder, profile: Profile, metadata: Mapping[str, Any]) -
         )
     except NotRegularError:
         return None
-    return edge
+    # Made anew, so that it collects the constants of the new delegates.
+    return EdgeProgramManager(edge.exported_program(), dict(metadata), edge.compile_config)
 
 
 def import_operators(profile: Profile) -> None:

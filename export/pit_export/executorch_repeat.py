@@ -202,9 +202,12 @@ class _Unit:
         from executorch.exir.lowered_backend_module import LoweredBackendModule
 
         program = copy.copy(self._lowered.original_module)
-        program._state_dict = {
-            target: self._layers[number + place][name] for target, (place, name) in self._places.items()
-        }
+        values = dict(program.state_dict)
+        for target, (place, name) in self._places.items():
+            value = self._layers[number + place][name]
+            is_parameter = isinstance(values[target], nn.Parameter)
+            values[target] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+        program._state_dict = values
         result = self._serialise(program)
         lowered = LoweredBackendModule(
             edge_program=program,

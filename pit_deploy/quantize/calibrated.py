@@ -33,7 +33,7 @@ BITS = {"int8": 8, "int4": 4}
 EMBEDDING, HEAD, SHARED = "model.embed_tokens.weight", "lm_head.weight", "pit.table"
 """Names of the token tables as exporters know them; a shared table without maps goes by the embedding's."""
 
-SEARCH_TOKENS = 512
+SEARCH_TOKENS = 1536
 BALANCE_TOKENS = 2048
 _HELD_OUT = 8  # one in so many calibration windows is kept for the search
 
@@ -89,9 +89,7 @@ def quantize_model(
     windows = calibration_windows(seen, tokens=tokens, window=window)
     tables = _tables(model, states)  # their moments hold for the states as they were before a rotation
     if smooth and (plan.weights in BITS or search):
-        model = rotated(model, block=plan.rotation_block)
-        some = calibration_windows(seen, tokens=BALANCE_TOKENS, window=window)
-        model = balanced(model, open_folded(_exact_maps(model)), some, progress)
+        model = smoothed(model, plan, seen, progress)
     reference = _exact_maps(model)
     candidates = (4, 8) if search else ()
     weight_bits = candidates or _bits(plan.weights)
@@ -141,6 +139,18 @@ def quantize_model(
         ),
         choice,
     )
+
+
+def smoothed(
+    model: FoldedModel, plan: QuantizationPlan, ids: Sequence[int], progress: Progress = silent
+) -> FoldedModel:
+    """The same model, rotated, and with the channels of its MLPs levelled on the text `ids`."""
+    from pit_deploy.runtimes.torch import open_folded
+
+    model = rotated(model, block=plan.rotation_block)
+    window = min(WINDOW, int(model.config.get("max_position_embeddings", WINDOW)))
+    windows = calibration_windows(ids, tokens=BALANCE_TOKENS, window=window)
+    return balanced(model, open_folded(_exact_maps(model)), windows, progress)
 
 
 def quantize_rows(

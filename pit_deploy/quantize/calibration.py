@@ -119,7 +119,7 @@ def select_texts(topics: dict[str, str]) -> tuple[str, str]:
 def _code(module: str) -> str:
     """The middle of a module's source, whole lines; empty where only compiled files are there."""
     file = importlib.import_module(module).__file__
-    if file is None or not file.endswith(".py"):
+    if file is None or not file.endswith(".py") or not Path(file).is_file():
         return ""
     lines = Path(file).read_text(encoding="utf-8").splitlines(keepends=True)
     kept: list[str] = []

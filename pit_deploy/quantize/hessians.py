@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,8 +177,8 @@ def quantize_layers(
         done = _read_layer(file, key, settings)
         if done is None:
             done = _quantize_layer(stack, number, matrices, settings, feedback, states, threads)
-            if file is not None:
-                _write_layer(file, key, done)
+            if file is not None and not _write_layer(file, key, done):
+                work = None
         for group in matrices:
             for name, module in group.items():
                 if done[name]:
@@ -247,7 +248,7 @@ def _first_key(runtime: TorchRuntime, states: Sequence[torch.Tensor], feedback: 
     import torch
 
     digest = hashlib.sha256()
-    about = {"format": 1, "feedback": asdict(feedback), "torch": torch.__version__}
+    about = {"pit-deploy": version("pit-deploy"), "feedback": asdict(feedback), "torch": torch.__version__}
     digest.update(json.dumps([about, runtime.model.config.to_dict()], sort_keys=True, default=str).encode())
     for state in states:
         digest.update(state.numpy().tobytes())
@@ -264,7 +265,9 @@ def _layer_key(before: str, layer: Any, settings: Mapping[str, tuple[Quantizatio
     return digest.hexdigest()
 
 
-def _write_layer(file: Path, key: str, done: Mapping[str, tuple[QuantizedTensor, ...]]) -> None:
+def _write_layer(file: Path, key: str, done: Mapping[str, tuple[QuantizedTensor, ...]]) -> bool:
+    """Keep a finished layer; False where the folder cannot be written, which costs only an interrupted call's time."""
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     arrays = {}
@@ -275,8 +278,12 @@ def _write_layer(file: Path, key: str, done: Mapping[str, tuple[QuantizedTensor,
             arrays[f"{name}|{index}|columns"] = np.array([tensor.columns])
             if tensor.zero_points is not None:
                 arrays[f"{name}|{index}|zero_points"] = tensor.zero_points
-    with atomic_output(file, overwrite=True, directory=False) as partial:
-        save_file(arrays, partial, metadata={"key": key})
+    try:
+        with atomic_output(file, overwrite=True, directory=False) as partial:
+            save_file(arrays, partial, metadata={"key": key})
+    except (InputError, OSError, SafetensorError):
+        return False
+    return True
 
 
 def _read_layer(

@@ -7,7 +7,7 @@ form, its languages and its code, need no corpus, and are the same on every mach
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pit_deploy.errors import InputError
@@ -39,10 +39,9 @@ def sampled_windows(
         raise InputError(
             f"a start of {wrong} tokens gives no window of {tokens}; it needs 1 to {tokens - 1}."
         )
-    if tokens > runtime.context_length:
-        raise InputError(
-            f"windows of {tokens} tokens are longer than the model's context of {runtime.context_length}."
-        )
+    limit = int(runtime.model.config.max_position_embeddings)
+    if tokens > limit:
+        raise InputError(f"windows of {tokens} tokens are longer than the model's {limit} positions.")
     by_length: dict[int, list[int]] = {}
     for number, start in enumerate(starts):
         by_length.setdefault(len(start), []).append(number)
@@ -50,18 +49,26 @@ def sampled_windows(
     done = 0
     for numbers in by_length.values():
         for first in range(0, len(numbers), BATCH):
-            progress("write calibration text", done, len(starts))
             chosen = numbers[first : first + BATCH]
-            drawn = _draw(runtime, [starts[n] for n in chosen], tokens, banned, seed + chosen[0])
+
+            def report(share: float, done: int = done, count: int = len(chosen)) -> None:
+                progress("write calibration text", int((done + share * count) * tokens), len(starts) * tokens)
+
+            drawn = _draw(runtime, [starts[n] for n in chosen], tokens, banned, seed + chosen[0], report)
             for number, ids in zip(chosen, drawn, strict=True):
                 found[number] = ids
             done += len(chosen)
-    progress("write calibration text", len(starts), len(starts))
+    progress("write calibration text", len(starts) * tokens, len(starts) * tokens)
     return found
 
 
 def _draw(
-    runtime: TorchRuntime, starts: Sequence[Sequence[int]], tokens: int, banned: Sequence[int], seed: int
+    runtime: TorchRuntime,
+    starts: Sequence[Sequence[int]],
+    tokens: int,
+    banned: Sequence[int],
+    seed: int,
+    report: Callable[[float], None],
 ) -> list[list[int]]:
     import torch
     from transformers import DynamicCache
@@ -72,6 +79,7 @@ def _draw(
     fresh = ids
     with torch.no_grad():
         while ids.shape[1] < tokens:
+            report(ids.shape[1] / tokens)
             out = runtime.model(input_ids=fresh, cache=cache, use_cache=True, logits_to_keep=1)
             logits = out.logits[:, -1].float()
             if len(banned):

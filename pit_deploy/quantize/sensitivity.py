@@ -28,6 +28,7 @@ FLOAT_BITS = 32
 LARGE = 0.05  # share of all that can be saved, from which on a group is tried in each of its states
 MAX_LARGE = 2
 TABLE = "table"
+RANKING_WINDOWS = 2
 
 
 @dataclass(frozen=True)
@@ -245,8 +246,18 @@ class Trial:
                 self._reference.append(self._log_probabilities(window))
             self._states.append(states)
 
-    def kl(self, bits: Mapping[str, int], *, float_activations: bool = False) -> tuple[float, float]:
-        """Mean KL and top-1 agreement with the float model, the tensors in `bits` exchanged, others float."""
+    def kl(
+        self,
+        bits: Mapping[str, int],
+        *,
+        float_activations: bool = False,
+        windows: Sequence[int] | None = None,
+    ) -> tuple[float, float]:
+        """Mean KL and top-1 agreement with the float model, the tensors in `bits` exchanged, others float.
+
+        On all windows, or on those of the given numbers.
+        """
+        numbers = range(len(self.windows)) if windows is None else windows
         changed = [name for name, count in bits.items() if count != FLOAT_BITS]
         activations = None if float_activations else self.activations
         first = 0 if activations else min((_layer_of(name) for name in changed), default=0)
@@ -257,9 +268,9 @@ class Trial:
             with contextlib.ExitStack() as stack:
                 if activations is not None:
                     stack.enter_context(simulated_activations(self.runtime, activations))
-                for window, states, reference in zip(
-                    self.windows, self._states, self._reference, strict=True
-                ):
+                for number in numbers:
+                    window, states = self.windows[number], self._states[number]
+                    reference = self._reference[number]
                     with _start_at(self.layers, first, states[first] if first > 0 else None):
                         found = self._log_probabilities(window)
                     total += float((reference.exp() * (reference - found)).sum())
@@ -273,15 +284,20 @@ class Trial:
 
     def groups(self, candidates: Sequence[int], progress: Progress = silent) -> list[Group]:
         """The model's groups with sizes and measured KL. `candidates` are the bits to choose from, 32 among them
-        where tensors may stay float. The finest of them counts as free."""
+        where tensors may stay float. The finest of them counts as free. A part of the windows will do for this: it
+        ranks, and what is chosen is measured on all."""
         found: list[Group] = []
         members = group_tensors(list(self.tensors))
         measured = sorted(set(candidates))[:-1]
+        some = range(len(self.windows))[1::2][:RANKING_WINDOWS] if len(self.windows) > 1 else None
         for number, (name, tensors) in enumerate(members.items()):
             progress("sensitivity", number, len(members))
             sizes = {bits: sum(self._nbytes(tensor, bits) for tensor in tensors) for bits in candidates}
             # Rounded activations cost the same in each of these, and would hide what the group itself does.
-            kl = {bits: self.kl(dict.fromkeys(tensors, bits), float_activations=True)[0] for bits in measured}
+            kl = {
+                bits: self.kl(dict.fromkeys(tensors, bits), float_activations=True, windows=some)[0]
+                for bits in measured
+            }
             found.append(Group(name, tensors, sizes, kl))
         progress("sensitivity", len(members), len(members))
         return found

@@ -11,7 +11,14 @@ from pit_deploy.folding import FoldedModel, SharedTable, load_folded
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from pit_deploy.quantize.smoothing import SmoothedModel, balanced, block_rotation, rotated, turned_projection  # noqa: E402
+from pit_deploy.quantize.smoothing import (  # noqa: E402
+    SmoothedModel,
+    balanced,
+    block_rotation,
+    random_rotation,
+    rotated,
+    turned_projection,
+)
 from pit_deploy.runtimes.torch import open_folded  # noqa: E402
 
 IDS = [3, 7, 200, 41, 5, 5, 90, 17]

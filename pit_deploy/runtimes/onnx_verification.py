@@ -50,12 +50,16 @@ class VerifyingOnnxRuntime(OnnxRuntime):
                 f"{model_path} cannot speculate: it has the profile {profile}, whose attention gives a token among "
                 f"several other bits than alone; run it without --speculate, or export it with --profile default."
             )
+        self._checked = False
         super().__init__(model_path, context_length, hidden_states, threads, profile)
         self._check_passes()
+        self._checked = True
 
     def last_logits(self, ids: Sequence[int]) -> np.ndarray:
         """Append `ids` in one pass and return the logits of each, [tokens, vocab_size], until the next call."""
         check_room(self, ids)
+        if self._position and self._checked:
+            self._join_pages()
         tokens = np.array([ids], np.int64)
         logits: np.ndarray = self._guarded(lambda: self._rows.run_rows(tokens, self._position))
         self._position += len(ids)
@@ -86,6 +90,8 @@ class VerifyingOnnxRuntime(OnnxRuntime):
     def _check_passes(self) -> None:
         """Compare passes of several tokens with single ones, in logits and cache; leaves the cache empty."""
         longest = min(max(_CHECKED_TOKENS), self.context_length - _CHECK_PROMPT)
+        if longest < min(_CHECKED_TOKENS):
+            return  # no room for a pass of several tokens after a prompt
         ids = np.random.default_rng(0).integers(0, self.vocab_size, _CHECK_PROMPT + longest).tolist()
         prompt, rest = ids[:_CHECK_PROMPT], ids[_CHECK_PROMPT:]
         self.prefill(prompt)

@@ -90,9 +90,7 @@ class OnnxRuntime:
 
     def decode(self, id: int) -> np.ndarray:
         """Append one id and return its logits, [vocab_size]."""
-        if not self._joined_pages:  # not when opened: a short answer need not wait for it
-            join_pages()
-            self._joined_pages = True
+        self._join_pages()
         return self.prefill([id])
 
     def reset(self) -> None:
@@ -119,6 +117,12 @@ class OnnxRuntime:
     def _make_cache(self, profile: str) -> _Cache:
         make = SharedCache if profile == "default" else _GrowingCache
         return make(self._session, self.context_length, self.vocab_size)
+
+    def _join_pages(self) -> None:
+        """Once, and not when opened: a short answer need not wait for it."""
+        if not self._joined_pages:
+            join_pages()
+            self._joined_pages = True
 
     def _run_probe(self, ids: Sequence[int], outputs: list[str]) -> list[np.ndarray]:
         self.reset()

@@ -27,9 +27,8 @@ class TrainingOptions:
     """Options of one run. Raises `InputError` for values that cannot be meant.
 
     `learning_rate` is the backbone's peak; `interface_rate` that of the token table which the interface stands
-    for (None: the same), see `optimizers`; `memory_decay` the exponent of the schedule for `Z`, whose entries do not
-    grow as those of a table do. `steps` None is one pass over the text. `accumulate` micro-batches of
-    `batch_size` blocks, on each process, make one step.
+    for (None: the same), see `optimizers`; `memory_decay` the exponent of the schedule for `Z`. `steps` None is one
+    pass over the text. `accumulate` micro-batches of `batch_size` blocks, on each process, make one step.
     """
 
     steps: int | None = None
@@ -39,7 +38,7 @@ class TrainingOptions:
     learning_rate: float = 1e-4
     interface_rate: float | None = None
     transform_rate: float | None = None
-    memory_decay: float = 2.0
+    memory_decay: float = 1.0
     warmup: float = 0.05
     final_rate: float = 0.1
     weight_decay: float = 0.01

@@ -73,7 +73,7 @@ def write_training_page(log: Log, path: str | Path, summary: Mapping[str, Any]) 
 def write_lens_page(lenses: Sequence[Mapping[str, Any]], path: str | Path) -> None:
     """The logit lens of one or more models as a page; an existing file is replaced."""
     report.require_report_packages()
-    names = [str(lens["path"]) for lens in lenses]
+    names = [Path(lens["path"]).name[:24] or f"model {number}" for number, lens in enumerate(lenses)]
 
     def curves(figure: str) -> Series:
         return {
@@ -137,7 +137,7 @@ def draw_series(
             axes.set_yscale("log")
         axes.set_xlabel(x)
         axes.set_ylabel(y)
-        if len(series) > 1:
+        if len(series) > 1 and any(series.values()):
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, handlelength=1.5)
 
     return draw

@@ -98,9 +98,23 @@ class PITTrainer(Trainer):
             self.optimizer = PITOptimizer(groups, lr=options.learning_rate)
         return self.optimizer
 
+    def _clip_grad_norm(self, model: Any) -> Any:
+        """Clip the backbone by its own norm, which is returned, and the interface by its own.
+
+        Entries of `Z` are small and their gradients large: in one norm they would scale the backbone's down.
+        """
+        interface = interface_of(self.model)
+        own = set() if interface is None else {id(p) for p in interface.parameters()}
+        limit = self.args.max_grad_norm
+        parameters = [p for p in model.parameters() if p.grad is not None]
+        inside = [p for p in parameters if id(p) in own]
+        if inside:
+            self.accelerator.clip_grad_norm_(inside, limit)
+        return self.accelerator.clip_grad_norm_([p for p in parameters if id(p) not in own], limit)
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The library's schedule, for the memory to the power `memory_decay`."""
-        scheduler = super().create_scheduler(num_training_steps, optimizer)
+        scheduler: Any = super().create_scheduler(num_training_steps, optimizer)
         for number, group in enumerate(scheduler.optimizer.param_groups):
             if group["name"] == "memory":
                 # A partial function: a schedule would write the attributes of other callables into its saved state.

@@ -65,7 +65,7 @@ def _search(rows: Rows) -> list[str]:
 
 
 def _knobs(side: str) -> tuple[str, ...]:
-    own = ("std",) if side == "tied" else ("scale",)
+    own = ("std",) if side == "tied" else ("scale", "decay")
     return ("learning_rate", "rate", *own, "multiplier")
 
 
@@ -74,10 +74,10 @@ def _losses(rows: Rows) -> list[str]:
         "model", "held-out loss", "seeds", "largest delta_TI", "largest entry of ZᵀZ - I", "condition of T"
     )
     for name, runs in rows.items():
-        figures = [
-            "-" if runs[0].get(key) is None else f"{max(r[key] for r in runs):.2g}"
-            for key in ("interface_error", "orthonormality_error", "condition")
-        ]
+        figures = []
+        for key in ("interface_error", "orthonormality_error", "condition"):
+            values = [r[key] for r in runs if r.get(key) is not None]
+            figures.append(f"{max(values):.2g}" if values else "-")
         lines.append(
             f"| {name} | {shown([r['final'] for r in runs])} | {len(runs)} | {' | '.join(figures)} |"
         )
@@ -86,15 +86,13 @@ def _losses(rows: Rows) -> list[str]:
 
 def _difference(rows: Rows) -> list[str]:
     pairs = [b["final"] - a["final"] for a, b in zip(rows["tied"], rows["pit"], strict=False)]
-    return [
-        f"PIT minus tied, seed by seed: {shown(pairs)} nats ({', '.join(f'{d:+.3f}' for d in pairs)}).",
-        "",
-    ]
+    listed = ", ".join(f"{d:+.3f}" for d in pairs)
+    return [f"PIT minus tied, seed by seed: {shown(pairs)} nats ({listed}).", ""]
 
 
 def _curves(rows: Rows) -> list[str]:
     steps = [int(s) for s, _ in next(iter(rows.values()))[0]["eval"]]
-    lines = [f"| | {' | '.join(map(str, steps))} |", f"| --- |{' --- |' * len(steps)}"]
+    lines = _header("", *map(str, steps))
     means = {
         name: [confidence([r["eval"][i][1] for r in runs])[0] for i in range(len(steps))]
         for name, runs in rows.items()

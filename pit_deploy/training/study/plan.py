@@ -29,11 +29,11 @@ def search(size: str) -> dict[str, list[Run]]:
             replace(tied, std=0.05, learning_rate=6e-3),
         ],
         "pit": [
-            *(replace(pit, rate=rate) for rate in (1e-2, 2e-2, 4e-2)),
-            replace(pit, scale=0.5),
-            replace(pit, multiplier=0.5),
-            replace(pit, multiplier=2.0),
-            replace(pit, learning_rate=6e-3),
+            *(replace(pit, rate=rate) for rate in (2e-2, 4e-2, 8e-2)),
+            replace(pit, rate=1e-1, decay=2.0),
+            replace(pit, scale=0.5, multiplier=0.5),
+            replace(pit, rate=4e-2, multiplier=0.5),
+            replace(pit, rate=4e-2, learning_rate=6e-3),
         ],
     }
 

@@ -45,7 +45,7 @@ class Run:
     learning_rate: float = 3e-3
     rate: float = 2e-2
     transform: float | None = None
-    decay: float = 2.0
+    decay: float = 1.0
     std: float = 0.1
     scale: float = 1.0
     multiplier: float = 1.0
