@@ -33,7 +33,7 @@ BITS = {"int8": 8, "int4": 4}
 EMBEDDING, HEAD, SHARED = "model.embed_tokens.weight", "lm_head.weight", "pit.table"
 """Names of the token tables as exporters know them; a shared table without maps goes by the embedding's."""
 
-SEARCH_TOKENS = 1536
+SEARCH_TOKENS = 1024
 BALANCE_TOKENS = 2048
 _HELD_OUT = 8  # one in so many calibration windows is kept for the search
 

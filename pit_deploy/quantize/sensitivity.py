@@ -289,7 +289,8 @@ class Trial:
         found: list[Group] = []
         members = group_tensors(list(self.tensors))
         measured = sorted(set(candidates))[:-1]
-        some = range(len(self.windows))[1::2][:RANKING_WINDOWS] if len(self.windows) > 1 else None
+        start = max(0, (len(self.windows) - RANKING_WINDOWS) // 2)
+        some = range(len(self.windows))[start : start + RANKING_WINDOWS]
         for number, (name, tensors) in enumerate(members.items()):
             progress("sensitivity", number, len(members))
             sizes = {bits: sum(self._nbytes(tensor, bits) for tensor in tensors) for bits in candidates}
