@@ -209,7 +209,7 @@ def test_figures_against_gates() -> None:
     assert ungated["Largest logit error"].gate == "no gate" and ungated["Largest logit error"].met is None
     assert ungated["Greedy tokens that agree"].met is None
     assert ungated["Mean KL"].gate == "at most 0.005" and ungated["Mean KL"].met
-    assert ungated["Top-1 agreement"].gate == "at least 95.0%"
+    assert ungated["Top-1 agreement"].gate == "at least 95%"
     rows = {
         r.name: r.met for r in gated_figures(parity(max_abs=np.array([1e-3, 1.01e-3] * 140), greedy_equal=63))
     }

@@ -10,7 +10,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +44,7 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def pit(make_checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pit(make_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pit_deploy.conversion import convert
 
     folder = tmp_path_factory.mktemp("training")
@@ -94,7 +96,7 @@ def test_two_processes_train_as_one(pit: Path, tmp_path: Path, kind: str) -> Non
 
     text = pit.with_name("text.txt")
     # The bridge is annealed on the way: it too is spread over processes under FSDP2.
-    options = dict(
+    options: dict[str, Any] = dict(
         anneal_bridge=4, steps=6, block_length=32, learning_rate=2e-3, eval_every=2, eval_share=0.1
     )
     train(pit, tmp_path / "one", text=[text], batch_size=8, **options)

@@ -43,9 +43,12 @@ class CoreMLExporter:
     profiles = tuple(PROFILES)
 
     def grids(self, options: ExportOptions) -> Mapping[int, QuantizationOptions]:
-        """iOS 17 has one scale a row; blocks came with iOS 18."""
-        by_row = _profile(options).forms == "channels"
-        return {8: QuantizationOptions(8, None)} if by_row else {}
+        """iOS 17 has one scale a row. Palettes serve whole rows too: outliers are best spread over all of a row."""
+        forms = _profile(options).forms
+        by_row = {8: QuantizationOptions(8, None)}
+        if forms == "palettes":
+            return by_row | {4: QuantizationOptions(4, options.block_size)}
+        return by_row if forms == "channels" else {}
 
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:
         """Raise `InputError` for options that the profile cannot build."""

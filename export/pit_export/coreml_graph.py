@@ -30,18 +30,21 @@ FLOATS = {"fp16": np.float16, "fp32": np.float32}
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor in the form of the file: the op that makes it and the arrays that this op takes.
+    """A tensor in the form of the file: the op that makes it and the arrays, or further constants, that this op takes.
 
     `op` is `const` (one array, `val`) or one of the `constexpr_` ops, which decompress.
     """
 
     op: str
-    arrays: Mapping[str, np.ndarray]
+    arrays: Mapping[str, np.ndarray | Constant]
 
     @property
     def nbytes(self) -> int:
         """Bytes in the file, without padding: codes below 8 bits lie packed."""
-        return sum(-(-array.size * _bits(array) // 8) for array in self.arrays.values())
+        return sum(
+            part.nbytes if isinstance(part, Constant) else -(-part.size * _bits(part) // 8)
+            for part in self.arrays.values()
+        )
 
 
 @dataclass(frozen=True)
@@ -91,14 +94,8 @@ class GraphBuilder:
             self.stored[name] = (
                 made if isinstance(made, Constant) else Constant("const", {"val": self.cast(made)})
             )
-        stored, path = self.stored[name], identifier(name)
-        if stored.op == "const":
-            value = _const(stored.arrays["val"], path)
-        else:
-            parts = {key: _const(array, f"{path}_{key}") for key, array in stored.arrays.items()}
-            value = getattr(mb, stored.op)(**parts, name=path)
-        self._placed[name] = value
-        return value
+        self._placed[name] = _placed(self.stored[name], identifier(name))
+        return self._placed[name]
 
     def cast(self, array: np.ndarray) -> np.ndarray:
         """The array in the program's float type where it is one of floats."""
@@ -130,6 +127,16 @@ class GraphBuilder:
 def identifier(name: str) -> str:
     """A name that MIL takes: letters, digits and `_`."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name)
+
+
+def _placed(constant: np.ndarray | Constant, name: str) -> Value:
+    """The ops that make a constant."""
+    if not isinstance(constant, Constant):
+        return _const(constant, name)
+    if constant.op == "const":
+        return _placed(constant.arrays["val"], name)
+    parts = {key: _placed(part, f"{name}_{key}") for key, part in constant.arrays.items()}
+    return getattr(mb, constant.op)(**parts, name=name)
 
 
 def _const(array: np.ndarray, name: str) -> Value:

@@ -304,13 +304,13 @@ def test_palettes(llama, exported):
     made = exported(llama, "neural_engine", "int4")
     encode = lambda name, weight: palettized(weight.astype(np.float16), 4)  # noqa: E731
     assert relative(quantized_reference(llama, encode), made.runtime().all_logits(llama.ids)) < 6e-3
-    weight = np.random.default_rng(0).normal(size=(48, 40)).astype(np.float16)
+    weight = np.random.default_rng(0).normal(size=(96, 40)).astype(np.float16)
     for bits, limit in ((4, 0.12), (8, 0.02)):
         palette = palettized(weight, bits)
         assert palette.palettes.shape == (3, 1 << bits) and palette.bits == bits
         difference = palette.dequantize() - weight
         assert np.linalg.norm(difference) < limit * np.linalg.norm(weight.astype(np.float32))
-        np.testing.assert_array_equal(palette.rows(slice(16, 32)).dequantize(), palette.dequantize()[16:32])
+        np.testing.assert_array_equal(palette.rows(slice(32, 64)).dequantize(), palette.dequantize()[32:64])
     odd = palettized(weight[:7], 8)
     assert len(odd.palettes) == 1
     np.testing.assert_array_equal(odd.rows(slice(2, 5)).dequantize(), odd.dequantize()[2:5])

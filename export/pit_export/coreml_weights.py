@@ -15,7 +15,7 @@ from pit_deploy.quantize.plan import QuantizationPlan, to_float16
 from pit_deploy.quantize.tensor import QuantizedTensor
 from pit_export.coreml_graph import Constant
 
-PALETTE_ROWS = 16
+PALETTE_ROWS = 32
 """Rows of a matrix that share a palette."""
 _BITS = {"int8": 8, "int4": 4}
 _ROUNDS = 10
@@ -23,14 +23,16 @@ _ROUNDS = 10
 
 @dataclass(frozen=True)
 class Palette:
-    """A matrix [rows, columns] as indices into palettes, each shared by as many rows.
+    """A matrix [rows, columns] as indices into palettes, each shared by as many rows, and a scale a row.
 
     indices   uint8 [rows, columns]
-    palettes  float16 [groups, 2**bits]
+    palettes  float16 [groups, 2**bits], from -1 to 1
+    scales    float16 [rows, 1]
     """
 
     indices: np.ndarray
     palettes: np.ndarray
+    scales: np.ndarray
 
     @property
     def bits(self) -> int:
@@ -41,14 +43,16 @@ class Palette:
         size = len(self.indices) // len(self.palettes)
         start, stop = (part.start or 0), len(self.indices) if part.stop is None else part.stop
         if len(self.palettes) == 1:
-            return Palette(self.indices[part], self.palettes)
+            return Palette(self.indices[part], self.palettes, self.scales[part])
         assert start % size == 0 and stop % size == 0, f"rows {start} to {stop} cut a palette of {size} rows"
-        return Palette(self.indices[part], self.palettes[start // size : stop // size])
+        return Palette(self.indices[part], self.palettes[start // size : stop // size], self.scales[part])
 
     def dequantize(self) -> np.ndarray:
-        """The float32 matrix that it stands for."""
+        """The float32 matrix that it stands for, rounded to float16 as the program has it."""
         size = len(self.indices) // len(self.palettes)
-        return self.palettes.astype(np.float32)[np.arange(len(self.indices))[:, None] // size, self.indices]
+        numbers = self.palettes[np.arange(len(self.indices))[:, None] // size, self.indices]
+        values: np.ndarray = (numbers * self.scales).astype(np.float32)
+        return values
 
 
 Encoded = np.ndarray | QuantizedTensor | Palette
@@ -134,7 +138,8 @@ class ChannelForm(Form):
 
 
 class PaletteForm(Form):
-    """`constexpr_lut_to_dense` (iOS 18): a palette for every `PALETTE_ROWS` rows, the Neural Engine's own form.
+    """`constexpr_lut_to_dense` (iOS 18), the Neural Engine's own form: a palette for every `PALETTE_ROWS` rows, each of
+    which is divided by its largest magnitude first; `constexpr_blockwise_shift_scale` multiplies by that.
 
     4 bits: coremltools' k-means, which is exact. 8 bits: a few rounds of Lloyd's algorithm from a good start; the
     exact one takes a minute for a million weights there.
@@ -152,20 +157,27 @@ class PaletteForm(Form):
         indices = encoded.indices.astype(_integers(encoded.bits, signed=False)).reshape(shape)
         rank = (1,) * (len(shape) - 1)
         lut = encoded.palettes.reshape(len(encoded.palettes), *rank, -1, 1)
-        return Constant("constexpr_lut_to_dense", {"indices": indices, "lut": lut})
+        numbers = Constant("constexpr_lut_to_dense", {"indices": indices, "lut": lut})
+        scales = encoded.scales.reshape(len(encoded.scales), *rank)
+        return Constant("constexpr_blockwise_shift_scale", {"data": numbers, "scale": scales})
 
 
 def palettized(matrix: np.ndarray, bits: int) -> Palette:
     """A float16 matrix with a palette of `2**bits` numbers for every `PALETTE_ROWS` rows, or one for all of them."""
     rows = PALETTE_ROWS if len(matrix) % PALETTE_ROWS == 0 else len(matrix)
+    scales = np.abs(matrix).max(axis=1, keepdims=True)
+    scales[scales == 0] = 1
+    matrix = (matrix.astype(np.float32) / scales.astype(np.float32)).astype(np.float16)
     if bits == 4:
         made: Any = palettize_weights.grouped_channelwise_compress(matrix, "KMEANS", bits, 0, rows)
-        return Palette(made.indices.astype(np.uint8), made.lut.reshape(-1, 1 << bits).astype(np.float16))
+        return Palette(
+            made.indices.astype(np.uint8), made.lut.reshape(-1, 1 << bits).astype(np.float16), scales
+        )
     values = matrix.astype(np.float32).reshape(len(matrix) // rows, -1)
     palettes = np.stack([_fitted_palette(group, 1 << bits) for group in values]).astype(np.float16)
     pairs = zip(values, palettes.astype(np.float32), strict=True)
     indices = np.stack([np.searchsorted(_between(palette), group) for group, palette in pairs])
-    return Palette(indices.astype(np.uint8).reshape(matrix.shape), palettes)
+    return Palette(indices.astype(np.uint8).reshape(matrix.shape), palettes, scales)
 
 
 def _fitted_palette(values: np.ndarray, count: int) -> np.ndarray:

@@ -206,7 +206,7 @@ def test_the_program_tells_runners_what_the_checkpoint_says(int8):
         "get_max_seq_len": CONTEXT,
         "get_max_context_len": CONTEXT,
         "get_vocab_size": 131,
-        "get_eos_ids": [END, 5],
+        "get_eos_ids": [END, 5, 2],  # what generation_config.json says, then config.json
         "get_bos_id": 2,
         "get_n_layers": 4,
         "use_kv_cache": True,

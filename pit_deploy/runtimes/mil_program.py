@@ -290,8 +290,8 @@ class _Reader:
             else:
                 bound[parameter] = binding.value
         keys = [(n, blob_key(v) or v.SerializeToString()) for n, v in sorted(bound.items())]
-        key = (proto.type, *keys, *sorted(names.items()))
-        if key in self._floats and not names:
+        key = (proto.type, *keys, *((n, id(made[v])) for n, v in sorted(names.items())))
+        if key in self._floats:
             return self._floats[key]
         inputs = {n: self.raw(v) for n, v in bound.items()} | {n: made[v] for n, v in names.items()}
         held = _held(decompressed(proto.type, inputs))
@@ -369,6 +369,8 @@ def _read_function(name: str, proto: Any, reader: _Reader) -> MilFunction:
             steps.append(_read_step(op, reader, constants))
         types.update((value.name, _tensor_type(value.type)) for value in op.outputs)
     outputs = {value: types[value] for value in block.outputs}
+    used = {name for step in steps for name in _names(step)} | outputs.keys()
+    constants = {name: value for name, value in constants.items() if name in used}
     return MilFunction(name, inputs, states, outputs, constants, list(_with_lifetimes(steps, set(outputs))))
 
 
