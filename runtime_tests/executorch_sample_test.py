@@ -114,8 +114,8 @@ def test_int8_is_within_its_gate_and_its_size(int8: Path):
 def test_a_large_model_exports_in_bounded_memory(tmp_path: Path):
     """1.3 billion random parameters in the shape of a Llama: under 20 GB."""
     source = tmp_path / "large"
-    line = [sys.executable, str(Path(__file__).with_name("large_llama.py")), str(source)]
-    subprocess.run(line, check=True)
+    line = [sys.executable, "-m", "runtime_tests.large_llama", str(source)]
+    subprocess.run(line, check=True, cwd=Path(__file__).parent.parent)
     wall, processor, peak = measured(
         "export", source, tmp_path / "bundle", "--to", "executorch", "--context", "256"
     )

@@ -1,4 +1,4 @@
-"""Write a random Llama of 1.3 billion parameters, tensor by tensor: `python large_llama.py OUT`."""
+"""Write a random Llama of 1.3 billion parameters, tensor by tensor: `python -m runtime_tests.large_llama OUT`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from conftest import write_tokenizer
 from pit_deploy.architecture import DecoderConfig
 from pit_deploy.weight_files import write_safetensors
+from runtime_tests.conftest import write_tokenizer
 
 SIZES = dict(
     vocab_size=32000,

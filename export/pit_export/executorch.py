@@ -32,7 +32,7 @@ class ExecutorchExporter:
 
     Profile `xnnpack` has XNNPACK's delegates and the operators of ExecuTorch's LLM extension; `portable` needs no
     more than the portable kernels; `coreml`, `vulkan` and `mps` lower to those delegates what they take.
-    `shared` and `repeat` False lower every delegate and every layer on its own (see `executorch_lowering.lower`).
+    `shared` False lowers every delegate on its own (see `executorch_lowering.lower`).
     """
 
     name = "executorch"
@@ -42,8 +42,8 @@ class ExecutorchExporter:
     writes_bundle = True
     profiles = PROFILES
 
-    def __init__(self, *, shared: bool = True, repeat: bool = True) -> None:
-        self._shared, self._repeat = shared, repeat
+    def __init__(self, *, shared: bool = True) -> None:
+        self._shared = shared
 
     def grids(self, options: ExportOptions) -> Mapping[int, QuantizationOptions]:
         """XNNPACK takes 8-bit weights by channel and 4-bit ones by block, both with positive scales."""
@@ -153,7 +153,6 @@ class ExecutorchExporter:
             metadata,
             directory / MODEL_FILE,
             shared=self._shared,
-            repeat=self._repeat,
         )
         progress("lower", 1, 1)
         return Artifact(

@@ -18,7 +18,6 @@ from pit_deploy.decoder import Decoder, Pieces
 from pit_deploy.runtimes.executorch_package import without_output
 from pit_export.executorch_passes import shared_passes
 from pit_export.executorch_pieces import CUSTOM, CustomForward, Forward
-from pit_export.executorch_repeat import NotRegularError, ends_of, is_regular, repeat_layers
 
 _XNNPACK = "XnnpackBackend"
 EXAMPLE_TOKENS = 7
@@ -90,13 +89,11 @@ def lower(
     path: Path,
     *,
     shared: bool = True,
-    repeat: bool = True,
 ) -> Lowered:
     """Write `decoder` to `path` as one method `forward(tokens [1, S], input_pos [1])` with a free S.
 
-    `metadata` becomes methods that return constants. `repeat` False lowers every layer (see `executorch_repeat`),
-    `shared` False every delegate on its own (see `executorch_passes`): the results are the same, and it takes many
-    times as long.
+    `metadata` becomes methods that return constants. `shared` False lowers every delegate on its own (see
+    `executorch_passes`): the result is the same, and it takes many times as long.
     """
     import_operators(profile)
     from executorch.exir import ExecutorchBackendConfig
@@ -105,11 +102,7 @@ def lower(
 
     with _quiet(), torch.no_grad():
         with shared_passes(enabled=shared and profile.backend == _XNNPACK):
-            edge = None
-            if repeat and profile.backend == _XNNPACK and is_regular(decoder):
-                edge = _repeated(decoder, profile, metadata)
-            if edge is None:
-                edge = _delegated(decoder, profile, metadata)
+            edge = _delegated(decoder, profile, metadata)
         written = edge.to_executorch(
             ExecutorchBackendConfig(
                 extract_delegate_segments=True,
@@ -133,22 +126,6 @@ def _delegated(decoder: Decoder, profile: Profile, metadata: Mapping[str, Any]) 
         constant_methods=dict(metadata),
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
     )
-
-
-def _repeated(decoder: Decoder, profile: Profile, metadata: Mapping[str, Any]) -> Any:
-    """The same from its first and last layer, or None where the program is not as regular as the decoder."""
-    from executorch.backends.xnnpack.xnnpack_preprocess import XnnpackBackend
-    from executorch.exir import EdgeProgramManager
-
-    edge = _delegated(ends_of(decoder), profile, metadata)
-    try:
-        repeat_layers(
-            edge.exported_program(), decoder, lambda program: XnnpackBackend.preprocess(program, [])
-        )
-    except NotRegularError:
-        return None
-    # Made anew, so that it collects the constants of the new delegates.
-    return EdgeProgramManager(edge.exported_program(), dict(metadata), edge.compile_config)
 
 
 def import_operators(profile: Profile) -> None:

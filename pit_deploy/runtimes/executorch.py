@@ -129,6 +129,8 @@ def open_program(path: Path, threads: int | None = None) -> Any:
             portable._unsafe_reset_threadpool(threads)
         try:
             module = portable._load_for_executorch(str(path))
+            if METHOD in module.method_names():
+                module.method_meta(METHOD)  # a cut file may open, and fail here
         except RuntimeError as error:
             raise InputError(
                 f"ExecuTorch {_version()} cannot open {path}: {_reason(error)}; if its files are whole (pit-deploy "

@@ -109,8 +109,7 @@ class VerifyingOnnxRuntime(OnnxRuntime):
                 raise InputError(
                     f"{self.model_path} cannot speculate here: ONNX Runtime computes {tokens} tokens in one pass "
                     f"otherwise than one by one (logits differ by up to {difference:.1e}), which could change the "
-                    f"text; run it without --speculate. Weights of 4 bits in blocks of 64 or more are computed so: export "
-                    f"with --block-size 32 to speculate."
+                    f"text; run it without --speculate, or export 4-bit weights with --block-size 32."
                 )
         self.reset()
 
