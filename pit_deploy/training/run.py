@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,52 +84,53 @@ def train(
     try:
         if checkpoint.kind != "pit":
             raise InputError(f"{source} is a {checkpoint.kind} checkpoint; run pit-deploy convert first.")
-        _prepare_folder(run_folder, source, text, chosen, resume, overwrite, main_process)
-        return _train(checkpoint, out, run_folder, text, evaluation, chosen, resume, progress)
+        asked = {"source": str(source), "text": [str(t) for t in text], "options": asdict(chosen)}
+        if resume:
+            _check_same_run(run_folder, asked)
+        elif main_process:
+            _check_room_for_run(run_folder, overwrite)
+
+        def begin() -> None:
+            if main_process and not resume:
+                _make_run_folder(run_folder, asked)
+
+        return _train(checkpoint, out, run_folder, begin, text, evaluation, chosen, resume, progress)
     finally:
         checkpoint.close()
 
 
-def _prepare_folder(
-    folder: Path,
-    source: str | Path,
-    text: Sequence[str | Path],
-    options: TrainingOptions,
-    resume: bool,
-    overwrite: bool,
-    main_process: bool,
-) -> None:
-    """Make the run folder, or see that the one that is there belongs to this run."""
-    asked: dict[str, Any] = {
-        "source": str(source),
-        "text": [str(t) for t in text],
-        "options": asdict(options),
-    }
-    if resume:
-        if not (folder / _STATE).is_file():
-            raise InputError(f"{folder} holds no run that could be resumed; leave --resume out to start one.")
-        before = read_json(folder / _STATE)
-        changed = [
-            name
-            for name, value in asked["options"].items()
-            if name not in _MAY_CHANGE and before["options"].get(name) != value
-        ]
-        changed += [name for name in ("source", "text") if before.get(name) != asked[name]]
-        if changed:
-            raise InputError(
-                f"{folder} belongs to a run with other settings ({', '.join(changed)}); give the same ones, or "
-                f"--overwrite without --resume to start anew."
-            )
+def _check_same_run(folder: Path, asked: dict[str, Any]) -> None:
+    """Raise `InputError` where `folder` holds no run, or one of other settings."""
+    if not (folder / _STATE).is_file():
+        raise InputError(f"{folder} holds no run that could be resumed; leave --resume out to start one.")
+    before = read_json(folder / _STATE)
+    changed = [
+        name
+        for name, value in asked["options"].items()
+        if name not in _MAY_CHANGE and before["options"].get(name) != value
+    ]
+    changed += [name for name in ("source", "text") if before.get(name) != asked[name]]
+    if changed:
+        raise InputError(
+            f"{folder} belongs to a run with other settings ({', '.join(changed)}); give the same ones, or "
+            f"--overwrite without --resume to start anew."
+        )
+
+
+def _check_room_for_run(folder: Path, overwrite: bool) -> None:
+    """Raise `InputError` where `folder` is there and may not be replaced."""
+    if not folder.exists():
         return
-    if not main_process:
-        return
+    if not overwrite:
+        raise InputError(
+            f"{folder} is there from an earlier run; pass --resume to go on with it or --overwrite to start anew."
+        )
+    if not (folder / _STATE).is_file() and any(folder.iterdir()):
+        raise InputError(f"{folder} holds something that is no training run; choose another output.")
+
+
+def _make_run_folder(folder: Path, asked: dict[str, Any]) -> None:
     if folder.exists():
-        if not overwrite:
-            raise InputError(
-                f"{folder} is there from an earlier run; pass --resume to go on with it or --overwrite to start anew."
-            )
-        if not (folder / _STATE).is_file() and any(folder.iterdir()):
-            raise InputError(f"{folder} holds something that is no training run; choose another output.")
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     write_json(folder / _STATE, asked)
@@ -139,12 +140,14 @@ def _train(
     checkpoint: Checkpoint,
     out: Path,
     run_folder: Path,
+    begin: Callable[[], None],
     text: Sequence[str | Path],
     evaluation: Sequence[str | Path] | None,
     options: TrainingOptions,
     resume: bool,
     progress: Progress,
 ) -> TrainingReport:
+    """Read and check everything, call `begin`, which makes the run folder, and train."""
     import torch
 
     from pit_deploy.bundle import load_tokenizer
@@ -192,6 +195,7 @@ def _train(
         from pit_deploy.training.distributed import shard_
 
         shard_(model)
+    begin()
     log = Log(run_folder / "log.jsonl", progress)
     diagnostics = Diagnostics(log)
     diagnostics.measure(model.pit)  # where drift is counted from, in a resumed run too

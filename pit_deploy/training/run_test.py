@@ -168,6 +168,18 @@ def test_what_cannot_be_used_is_refused_before_work(pit, text, tmp_path, tiny_ch
     assert not out.exists()
 
 
+def test_a_refused_text_leaves_no_run_and_an_old_one_as_it_was(pit, text, tmp_path):
+    out, run = tmp_path / "out", tmp_path / "out.run"
+    with pytest.raises(InputError, match="is no file"):
+        train(pit, out, text=[tmp_path / "none"], **SHORT)
+    assert not run.exists()
+    train(pit, out, text=[text], **SHORT)  # the same output, as if nothing had been tried
+    before = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()}
+    with pytest.raises(InputError, match="is no file"):
+        train(pit, out, text=[tmp_path / "none"], **SHORT, overwrite=True)
+    assert {p.name: p.read_bytes() for p in run.iterdir() if p.is_file()} == before
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
