@@ -1,6 +1,7 @@
 """The decoder in plain PyTorch: static, short, and made of pieces that an exporter may replace.
 
-Exporters that trace (ExecuTorch, Core ML) trace this module; for the others it is an independent check.
+The ExecuTorch exporter traces this module; for exporters that write a graph themselves (ONNX, Core ML) it is an
+independent check.
 Shapes: tokens int64 [batch, S], hidden states [batch, S, hidden_size], queries, keys and values
 [batch, S, heads, head_dim].
 

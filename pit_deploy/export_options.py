@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from pit_deploy.architecture import DecoderConfig
 from pit_deploy.errors import InputError
 from pit_deploy.folding import FoldedModel, check_layout
 from pit_deploy.progress import Progress
+from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import PRECISIONS, QuantizationPlan
 
 DEFAULT_CONTEXT = 2048
@@ -115,6 +117,10 @@ class Exporter(Protocol):
     """False: the target is a checkpoint directory, complete as `write` leaves it."""
     profiles: tuple[str, ...]
     """The first is the default."""
+
+    def grids(self, options: ExportOptions) -> Mapping[int, QuantizationOptions]:
+        """The granularities that the runtime insists on, by bits; empty where the options decide."""
+        ...
 
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:
         """Refuse, before any work, what cannot be built."""

@@ -154,7 +154,7 @@ def export(
             config,
             options,
             learned,
-            grids=exporter_grids(exporter, options),
+            grids=exporter.grids(options),
             work=work,
             progress=progress,
         )
@@ -263,12 +263,6 @@ def _work_folder(source: str | Path, options: ExportOptions) -> Path:
 
 def _is_quantized(options: ExportOptions) -> bool:
     return options.searches or bool({options.weights, options.tables} & {"int8", "int4"})
-
-
-def exporter_grids(exporter: Exporter, options: ExportOptions) -> Mapping[int, QuantizationOptions]:
-    """The granularities that an exporter's runtime insists on, by bits; none where the options decide."""
-    grids = getattr(exporter, "grids", None)
-    return {} if grids is None else grids(options)
 
 
 def _check_size(directory: Path, options: ExportOptions) -> None:

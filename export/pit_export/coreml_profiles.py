@@ -86,9 +86,7 @@ class Profile:
                 )
 
     def _refuse_feedback(self, options: ExportOptions) -> None:
-        if self.forms == "palettes" and options.searches:
-            return
-        asked = "--quantizer feedback" if options.quantizer == "feedback" else "--max-kl or --max-bytes"
+        asked = "--max-kl or --max-bytes" if options.searches else "--quantizer feedback"
         raise InputError(
             f"{asked} rounds blocks of weights, which --profile {self.name} does not store; choose --profile cpu_gpu, "
             f"or leave it out."

@@ -484,6 +484,7 @@ REFUSED = {
     "one table in the Neural Engine": (dict(profile="neural_engine", layout="shared"), "--layout shared"),
     "blocks that do not fit": (dict(profile="cpu_gpu", block_size=128), "hidden_size 64.*--block-size 128"),
     "feedback for palettes": (dict(profile="neural_engine", quantizer="feedback"), "--quantizer feedback"),
+    "a search for palettes": (dict(profile="neural_engine", max_kl=0.1), "--max-kl or --max-bytes.*cpu_gpu"),
     "a search for channels": (dict(profile="stateless", max_kl=0.1), "--max-kl or --max-bytes"),
     "too much context": (dict(profile="cpu_gpu", context=97), "max_position_embeddings 96"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pit_deploy.architecture import DecoderConfig
@@ -9,6 +10,7 @@ from pit_deploy.errors import InputError
 from pit_deploy.export_options import Artifact, ExportOptions
 from pit_deploy.folding import FoldedModel, write_folded_into
 from pit_deploy.progress import Progress
+from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import QuantizationPlan
 
 _DTYPES = {"fp32": "float32", "fp16": "float16"}
@@ -23,6 +25,10 @@ class HuggingFaceExporter:
     default_precision = "fp32"
     writes_bundle = False
     profiles = ("default",)
+
+    def grids(self, options: ExportOptions) -> Mapping[int, QuantizationOptions]:
+        """None: floats are written."""
+        return {}
 
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:
         for name, value in (("--weights", options.weights), ("--tables", options.tables)):

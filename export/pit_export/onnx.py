@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from pit_deploy.extras import require
 from pit_deploy.folding import FoldedModel
 from pit_deploy.json_files import read_json_if_there, write_json
 from pit_deploy.progress import Progress, silent
+from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import QuantizationPlan
 from pit_export.backbone import Backbone, check_backbone
 from pit_export.genai_config import genai_config
@@ -50,6 +51,10 @@ class OnnxExporter:
 
     def __init__(self, *, accuracy_level: int = ACCURACY_LEVEL, inline_below: int = 1024) -> None:
         self._accuracy_level, self._inline_below = accuracy_level, inline_below
+
+    def grids(self, options: ExportOptions) -> Mapping[int, QuantizationOptions]:
+        """None: `MatMulNBits` takes every block size that `check` lets through."""
+        return {}
 
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:
         """Raise `InputError` for a profile, a context, a block size or a head that cannot be built."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -98,9 +99,8 @@ def select_texts(topics: dict[str, str]) -> tuple[str, str]:
     seen: set[str] = set()
     for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
         owned[name] = []
-        for raw in _PARAGRAPHS.split(topics[name].strip("\n")):
-            paragraph = " ".join(raw.split())
-            if paragraph not in seen and _is_prose(raw, paragraph):
+        for paragraph, prose in paragraphs(topics[name]):
+            if prose and paragraph not in seen:
                 owned[name].append(paragraph)
             seen.add(paragraph)
     chosen = [name for name in sorted(owned) if sum(map(len, owned[name])) > MIN_TOPIC_CHARACTERS]
@@ -130,6 +130,13 @@ def _code(module: str) -> str:
     return "".join(kept)
 
 
+def paragraphs(text: str) -> Iterator[tuple[str, bool]]:
+    """The paragraphs of a help topic, each on one line, and whether it is prose (rule 2)."""
+    for raw in _PARAGRAPHS.split(text.strip("\n")):
+        paragraph = " ".join(raw.split())
+        yield paragraph, _is_prose(raw, paragraph)
+
+
 def _is_prose(raw: str, paragraph: str) -> bool:
     return (
         len(paragraph) >= MIN_PARAGRAPH_CHARACTERS
@@ -151,12 +158,17 @@ def _beginning(paragraphs: list[str]) -> list[str]:
     return paragraphs[:count]
 
 
-@cache
-def _texts() -> tuple[str, str]:
+def help_topics() -> dict[str, str]:
+    """Python's help topics by name. Raises `InputError` on a Python without `pydoc_data`."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:  # some distributions split the standard library
         raise InputError(
             "This Python lacks pydoc_data, the source of the default texts; give a calibration file."
         ) from error
-    return select_texts(topics)
+    return topics
+
+
+@cache
+def _texts() -> tuple[str, str]:
+    return select_texts(help_topics())

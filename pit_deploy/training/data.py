@@ -8,7 +8,6 @@ into blocks of equal length, without padding; what is left over at the end is dr
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,21 +80,12 @@ def english_text() -> str:
 
     Raises `InputError` on a Python without `pydoc_data`.
     """
-    from pit_deploy.quantize.calibration import calibration_text, evaluation_text
+    from pit_deploy.quantize.calibration import calibration_text, evaluation_text, help_topics, paragraphs
 
-    kept_apart = {*calibration_text().split("\n\n"), *evaluation_text().split("\n\n")}
-    kept_apart = {paragraph.strip() for paragraph in kept_apart}
-    from pydoc_data.topics import topics
-
-    found: dict[str, None] = {}
-    for name in sorted(topics):
-        for raw in re.split(r"\n[ \t]*\n", topics[name]):
-            paragraph = " ".join(raw.split())
-            ends_well = paragraph[:1].isalpha() and paragraph[-1:] in ".:!?"
-            prose = len(paragraph) >= 80 and ends_well and "::=" not in paragraph
-            if prose and paragraph not in kept_apart:
-                found[paragraph] = None
-    return "\n\n".join(found) + "\n"
+    kept_apart = {p for text in (calibration_text(), evaluation_text()) for p in text.strip().split("\n\n")}
+    topics = help_topics()
+    found = dict.fromkeys(p for name in sorted(topics) for p, prose in paragraphs(topics[name]) if prose)
+    return "\n\n".join(p for p in found if p not in kept_apart) + "\n"
 
 
 def _documents(source: str) -> Iterator[str]:
