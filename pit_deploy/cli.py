@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 
 from pit_deploy import console
+from pit_deploy.command_line import bars, check_report, emit, prepared, standard_input
 from pit_deploy.errors import InputError, PitDeployError
-from pit_deploy.files import check_output
-from pit_deploy.progress import Progress
 
 app = typer.Typer(
     name="pit-deploy",
@@ -478,7 +471,7 @@ def run(
     shown = json is None
     answer = call(
         bundle,
-        _standard_input() if prompt == "-" else prompt,
+        standard_input() if prompt == "-" else prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -589,11 +582,11 @@ def main() -> NoReturn:
     for name in (
         "torchao",
         "torch.utils._pytree",
-    ):  # remarks on kernels for GPUs, where transformers finds torchao
+    ):  # remarks on GPU kernels, where transformers finds torchao
         logging.getLogger(name).setLevel(logging.ERROR)
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' own bars; pit-deploy draws one of its own
     try:
-        status = app(args=_prepared(sys.argv[1:]), prog_name="pit-deploy", standalone_mode=False)
+        status = app(args=prepared(sys.argv[1:]), prog_name="pit-deploy", standalone_mode=False)
     except PitDeployError as error:
         if debug:
             raise
@@ -603,10 +596,9 @@ def main() -> NoReturn:
         errors.print("Interrupted; nothing half-written was left.")
         sys.exit(130)
     except Exception as error:
-        if hasattr(error, "exit_code") and hasattr(
-            error, "format_message"
-        ):  # a usage error of typer's parser
-            errors.print(f"[red]Error:[/] {_escape(error.format_message())} Try --help.")
+        usage = getattr(error, "format_message", None)  # of typer's parser
+        if usage is not None:
+            errors.print(f"[red]Error:[/] {_escape(usage())} Try --help.")
             sys.exit(2)
         if debug:
             raise
@@ -614,86 +606,6 @@ def main() -> NoReturn:
         errors.print(f"[red]Error:[/] {_escape(reason)} (an unexpected failure; --debug shows where)")
         sys.exit(2)
     sys.exit(status if isinstance(status, int) else 0)
-
-
-def emit(target: str | None, value: dict[str, Any]) -> bool:
-    """Write `value` as JSON to a file or (for "-") standard output; False where no JSON was asked for."""
-    if target is None:
-        return False
-    text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
-    if target == "-":
-        print(text)
-        return True
-    from pit_deploy.files import atomic_output
-
-    with atomic_output(target, overwrite=True, directory=False) as partial:
-        partial.write_text(text + "\n", encoding="utf-8")
-    return target == "-"
-
-
-@contextmanager
-def bars(json: str | None = None) -> Iterator[Progress]:
-    """Progress bars on standard error where it is a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    if json is not None and json != "-":
-        check_report(Path(json))
-    with Bars(
-        *columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty() or json == "-"
-    ) as shown:
-        tasks: dict[str, TaskID] = {}
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = shown.add_task(stage, total=total)
-            shown.update(tasks[stage], completed=done, total=total)
-
-        yield progress
-
-
-def check_report(path: Path, bundle: Path | None = None) -> None:
-    """Refuse a place for a report before the work. A file that is there is replaced; nothing of a bundle is."""
-    check_output(path, overwrite=True, directory=False)
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"{path} cannot be written: {path.absolute().parent} is not a folder.")
-    if bundle is not None and bundle.resolve() in (path.resolve(), *path.resolve().parents):
-        raise InputError(f"{path} is inside the bundle {bundle}, which is left as it is; name another file.")
-
-
-def _standard_input() -> str:
-    try:
-        return sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"Standard input is not UTF-8 text (byte {error.start}).") from error
-
-
-def _prepared(arguments: list[str]) -> list[str]:
-    """`--json` without a file means standard output (a file is recognised by its ending), and `--debug` may
-    stand anywhere. An option's own value is left alone."""
-    values = {"--prompt"}
-    found = [a for n, a in enumerate(arguments) if a != "--debug" or (n and arguments[n - 1] in values)]
-    if "inspect" in found[:1]:
-        return found
-    if any(not a and (not n or found[n - 1] not in values) for n, a in enumerate(found)):
-        raise InputError("An argument is empty; name a file or folder.")
-    result: list[str] = []
-    for number, argument in enumerate(found):
-        result.append(argument)
-        following = found[number + 1] if number + 1 < len(found) else ""
-        is_value = number > 0 and found[number - 1] in values
-        if argument == "--json" and not is_value and following != "-" and not following.endswith(".json"):
-            result.append("-")
-    return result
-
-
-def _finite(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have, and text for paths."""
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def _escape(text: str) -> str:
