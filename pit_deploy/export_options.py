@@ -57,6 +57,10 @@ class ExportOptions:
         for option, value in (("--max-kl", self.max_kl), ("--max-bytes", self.max_bytes)):
             if value is not None and not 0 < value < math.inf:
                 raise InputError(f"{option} {value} is not possible; give a positive number.")
+        if self.block_size < 16 or self.block_size & (self.block_size - 1):
+            raise InputError(
+                f"--block-size {self.block_size} is not possible; give a power of two of at least 16, such as 32 or 64."
+            )
         check_layout(self.layout)
         if self.logits not in ("last", "all"):
             raise InputError(f"--logits {self.logits} is not known; choose last or all.")

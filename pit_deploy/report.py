@@ -205,12 +205,13 @@ def sizes_by_part(export: ExportReport) -> dict[str, int]:
 
 
 def table_bytes(manifest: Manifest) -> int:
-    """Bytes of the embedding and head tables: codes, float32 scales, and zero points where there are any."""
+    """Bytes of the embedding and head tables: codes, scales (Core ML's in float16), and zero points if any."""
     bits, width = _BITS[manifest.precision.tables], manifest.architecture.hidden_size
     row = math.ceil(width * bits / 8)
     if bits < 16:
         blocks = math.ceil(width / (manifest.precision.block_size or width))
-        row += 4 * blocks + (0 if manifest.precision.symmetric else math.ceil(blocks * bits / 8))
+        scale = 2 if manifest.runtime == "coreml" else 4
+        row += scale * blocks + (0 if manifest.precision.symmetric else math.ceil(blocks * bits / 8))
     return row * manifest.vocab_size * (1 if manifest.layout == "shared" else 2)
 
 

@@ -337,6 +337,11 @@ def test_table_bytes() -> None:
     ):
         manifest["precision"] |= precision
         assert table_bytes(parse_manifest(json.dumps(manifest))) == 2 * 200 * expected
+    coreml = json.loads((ROOT / "runtime_tests/vectors/manifests/good_coreml.json").read_text())
+    rows, width, block = coreml["vocab_size"], coreml["architecture"]["hidden_size"], 32
+    coreml["layout"] = "shared"
+    coreml["precision"] |= {"tables": "int8", "block_size": block, "symmetric": True}
+    assert table_bytes(parse_manifest(json.dumps(coreml))) == rows * (width + 2 * width // block)
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:

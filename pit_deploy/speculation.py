@@ -10,12 +10,12 @@ import numpy as np
 from pit_deploy.runtimes.base import VerifyingRuntime
 
 LONGEST_DRAFT = 12
-"""Ids in a draft. A pass of so many takes five to six times one of a single token, so more gain nothing."""
+"""Ids in a draft. A pass of so many takes four to five times one of a single token, so more gain nothing."""
 _LONGEST_MATCH = 10
 _SHORTEST_MATCH = 2
-_PASS_COST, _ID_COST = 0.15, 0.4
-"""What a draft costs beside the pass of one token that it takes the place of, in such passes: for the pass, and for
-each of its ids (int4 and int8 on a processor)."""
+_ID_COST = 0.33
+"""What each id of a draft costs beside the pass of one token that it takes the place of, in such passes (int4 and
+int8 on a processor)."""
 _LEAST_GAIN = 1.03
 """Tokens per cost that a draft must promise over decoding alone; what is below is noise of the estimate."""
 _MEMORY = 24.0
@@ -103,7 +103,7 @@ class _Rate:
         for length in range(1, LONGEST_DRAFT + 1):
             chance *= rate
             tokens += chance
-            gain = tokens / (1 + _PASS_COST + _ID_COST * length)
+            gain = tokens / (1 + _ID_COST * length)
             if gain > best_gain:
                 best, best_gain = length, gain
         return best

@@ -26,6 +26,8 @@ KEPT = "num_logits_to_keep"
 """The further input of a changed graph, int64 [1]: how many last positions have logits. With more than 1 they must
 be all that are run, and each attends by itself."""
 _CHECK_PROMPT = 5
+_CHECK_DEPTH = 1000
+"""Tokens in the cache at the second place that is compared, where the context has so many."""
 _CHECKED_TOKENS = (2, 3, 4, 13)
 """Passes that opening compares: kernels take rows by 2, 3 or 4, and what is left over alone."""
 
@@ -88,30 +90,39 @@ class VerifyingOnnxRuntime(OnnxRuntime):
         return self._rows
 
     def _check_passes(self) -> None:
-        """Compare passes of several tokens with single ones, in logits and cache; leaves the cache empty."""
+        """Compare passes of several tokens with single ones, after few tokens and after many; empties the cache."""
         longest = min(max(_CHECKED_TOKENS), self.context_length - _CHECK_PROMPT)
         if longest < min(_CHECKED_TOKENS):
             return  # no room for a pass of several tokens after a prompt
         ids = np.random.default_rng(0).integers(0, self.vocab_size, _CHECK_PROMPT + longest).tolist()
-        prompt, rest = ids[:_CHECK_PROMPT], ids[_CHECK_PROMPT:]
-        self.prefill(prompt)
-        alone = np.stack([self.prefill([id]) for id in rest])
-        states = self._rows.states(_CHECK_PROMPT, len(ids))
-        for tokens in (n for n in _CHECKED_TOKENS if n <= longest):
-            self.rewind(_CHECK_PROMPT)
-            together = self.last_logits(rest[:tokens])
+        self.prefill(ids[:_CHECK_PROMPT])
+        self._compare_passes(ids[_CHECK_PROMPT:])
+        deep = min(_CHECK_DEPTH, self.context_length - longest)
+        if deep > self._position:
+            self._rows.fill(deep)
+            self._position = deep
+            self._compare_passes(ids[_CHECK_PROMPT:])
+        self.reset()
+
+    def _compare_passes(self, ids: Sequence[int]) -> None:
+        """Run `ids` one by one and several at a time; raises `InputError` where logits or cache differ in a bit."""
+        start = self._position
+        alone = np.stack([self.prefill([id]) for id in ids])
+        states = self._rows.states(start, self._position)
+        for tokens in (n for n in _CHECKED_TOKENS if n <= len(ids)):
+            self.rewind(start)
+            together = self.last_logits(ids[:tokens])
             same = np.array_equal(alone[:tokens], together) and all(
                 np.array_equal(one[:, :, :tokens], other)
-                for one, other in zip(states, self._rows.states(_CHECK_PROMPT, self._position), strict=True)
+                for one, other in zip(states, self._rows.states(start, self._position), strict=True)
             )
             if not same:
                 difference = np.abs(alone[:tokens] - together).max()
                 raise InputError(
-                    f"{self.model_path} cannot speculate here: ONNX Runtime computes {tokens} tokens in one pass "
-                    f"otherwise than one by one (logits differ by up to {difference:.1e}), which could change the "
-                    f"text; run it without --speculate, or export 4-bit weights with --block-size 32."
+                    f"{self.model_path} cannot speculate here: after {start} tokens ONNX Runtime computes {tokens} in "
+                    f"one pass otherwise than one by one (logits differ by up to {difference:.1e}), which could change "
+                    f"the text; run it without --speculate, or export 4-bit weights with --block-size 32."
                 )
-        self.reset()
 
 
 class _VerifyingCache(SharedCache):
@@ -137,6 +148,12 @@ class _VerifyingCache(SharedCache):
             self._kept[0] = 1
             self._bind_output("logits", self._logits)
         return logits
+
+    def fill(self, tokens: int) -> None:
+        """Numbers of the size of keys and values as the first `tokens` positions of every buffer."""
+        random = np.random.default_rng(0)
+        for buffer in self._buffers:
+            buffer[:, :, :tokens] = random.standard_normal(buffer[:, :, :tokens].shape, np.float32)
 
     def states(self, start: int, end: int) -> list[np.ndarray]:
         """A copy of the keys and values of positions `start` to `end`."""
@@ -180,11 +197,14 @@ class _Builder:
         self._onnx = require("onnx", "onnx")
         self._graph = graph
         self._inputs = {value.name: value for value in graph.input}
+        self._shapes = {tensor.name: list(tensor.dims) for tensor in graph.initializer}
         self._constants: set[str] = set()
+        self._placed: set[int] = set()
 
     def prepare(self, total: str) -> None:
-        """For each token that attends by itself: its tokens in the cache, and those less one as [1]."""
+        """For each token that attends by itself: its tokens in the cache, and those less one, which is its place."""
         one, axis = self._constant("one", np.array(1, np.int32)), self._constant("axis", np.array([1]))
+        place_axes = self._constant("place_axes", np.array([0, 1, 3]))
         for operator, inputs, output, attributes in (
             ("Squeeze", [KEPT], "kept.long", {}),
             ("Cast", ["verification.kept.long"], "kept", {"to": self._onnx.TensorProto.INT32}),
@@ -193,6 +213,15 @@ class _Builder:
             ("Range", ["verification.first", total, one], "lasts", {}),
             ("Add", ["verification.lasts", one], "totals", {}),
             ("Unsqueeze", ["verification.lasts", axis], "seqlens_k", {}),
+            ("Cast", ["verification.lasts"], "lasts.long", {"to": self._onnx.TensorProto.INT64}),
+            ("Unsqueeze", ["verification.lasts.long", place_axes], "places", {}),
+            (
+                "Unsqueeze",
+                ["verification.first", self._constant("batch_axis", np.array([0]))],
+                "first.row",
+                {},
+            ),
+            ("Cast", ["verification.first.row"], "offset", {"to": self._onnx.TensorProto.INT64}),
             ("Neg", [KEPT], "start", {}),
         ):
             self._graph.node.append(self._node(operator, inputs, f"verification.{output}", **attributes))
@@ -223,11 +252,7 @@ class _Builder:
                 for part, start, end in zip("qkv", ends, ends[1:], strict=False):
                     nodes.append(self._slice_last(query, part, start, end))
                 q, k, v = "q", "k", "v"
-            # Only its keys and values matter; with as many heads as those have and the shortest window it costs little.
-            append = {**attributes, "num_heads": kv_heads, "local_window_size": 1}
-            names = ["alone.unused", "alone.key", "alone.value"]
-            inputs = [k, k, v, *node.input[3:]]
-            nodes.append(helper.make_node("GroupQueryAttention", inputs, names, domain=node.domain, **append))
+            nodes += self._append(node, k, v, kv_heads, width)
             nothing = self._constant(
                 f"nothing{kv_heads * width}", np.zeros([1, 0, kv_heads * width], np.float32)
             )
@@ -280,6 +305,53 @@ class _Builder:
             else_branch=together(),
         )
         self._graph.node.append(choice)
+
+    def _append(
+        self, node: onnx.NodeProto, key: str, value: str, heads: int, width: int
+    ) -> list[onnx.NodeProto]:
+        """Nodes that write `key`, turned, and `value`, [1, tokens, heads * width], into the buffers in place."""
+        nodes = []
+        attributes = {a.name: self._onnx.helper.get_attribute_value(a) for a in node.attribute}
+        if attributes.get("do_rotary"):
+            turning = {
+                "num_heads": heads,
+                "interleaved": attributes.get("rotary_interleaved", 0),
+                "domain": node.domain,
+            }
+            turned_width = 2 * self._shapes[node.input[7]][1]
+            if turned_width != width:
+                turning["rotary_embedding_dim"] = turned_width
+            inputs = [key, "verification.offset", *node.input[7:9]]
+            nodes.append(self._node("RotaryEmbedding", inputs, "turned", **turning))
+            key = "turned"
+        shape = self._constant(f"heads{heads}.{width}", np.array([1, -1, heads, width]))
+        places = self._places(heads)
+        for name, part, past in (("key", key, node.input[3]), ("value", value, node.input[4])):
+            nodes += [
+                self._node("Reshape", [part, shape], f"{name}.tokens"),
+                self._node("Transpose", [f"{name}.tokens"], f"{name}.heads", perm=[0, 2, 1, 3]),
+                self._node("ScatterND", [past, places, f"{name}.heads"], f"alone.{name}"),
+            ]
+        return nodes
+
+    def _places(self, heads: int) -> str:
+        """Where the tokens lie in a buffer: [1, heads, tokens, 3], each a batch, a head and a position."""
+        names = {part: f"verification.{part}{heads}" for part in ("position", "batch", "head", "places")}
+        if heads not in self._placed:
+            self._placed.add(heads)
+            zero = self._constant(f"zero{heads}", np.zeros([1, heads, 1, 1], np.int64))
+            number = self._constant(f"number{heads}", np.arange(heads).reshape(1, heads, 1, 1))
+            self._graph.node.extend(
+                [
+                    self._node("Add", ["verification.places", zero], names["position"]),
+                    self._node("Sub", [names["position"], names["position"]], names["batch"]),
+                    self._node("Add", [names["batch"], number], names["head"]),
+                    self._node(
+                        "Concat", [names["batch"], names["head"], names["position"]], names["places"], axis=-1
+                    ),
+                ]
+            )
+        return names["places"]
 
     def keep_last(self, node: onnx.NodeProto) -> None:
         """Replace `last_position`."""

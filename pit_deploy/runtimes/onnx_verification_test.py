@@ -125,7 +125,7 @@ def test_a_machine_whose_passes_differ_is_refused(
         lambda self, ids: np.nextafter(rows(self, ids), np.float32(np.inf)),
     )
     with pytest.raises(
-        InputError, match=r"cannot speculate here: ONNX Runtime computes 2 tokens in one pass"
+        InputError, match=r"cannot speculate here: after 5 tokens ONNX Runtime computes 2 in one pass"
     ):
         open_runtime(bundle, threads=1, speculate=True)
 
