@@ -12,8 +12,9 @@ from pit_deploy.architecture import DecoderConfig
 from pit_deploy.errors import InputError
 from pit_deploy.folding import FoldedModel, check_layout
 from pit_deploy.progress import Progress
+from pit_deploy.quantize.nested import MISS_RATE
 from pit_deploy.quantize.options import QuantizationOptions
-from pit_deploy.quantize.plan import PRECISIONS, QuantizationPlan
+from pit_deploy.quantize.plan import PRECISIONS, Encoder, QuantizationPlan
 
 DEFAULT_CONTEXT = 2048
 QUANTIZERS = ("rtn", "feedback")
@@ -42,6 +43,13 @@ class ExportOptions:
     max_bytes: int | None = None
     """Either lets a search choose int4 or int8 for each group of matrices: the smallest artifact inside a mean
     KL, or the best one of a size (of the model's files)."""
+    nested_head: bool | None = None
+    """Whether the head shortlists the vocabulary, where that loses next to nothing; None: as False."""
+    miss_rate: float = MISS_RATE
+    """Share of positions whose best token a shortlist may miss."""
+    head_columns: int | None = None
+    shortlist: int | None = None
+    """Set the nested head by hand, both together."""
 
     def __post_init__(self) -> None:
         for name in ("weights", "tables"):
@@ -61,11 +69,36 @@ class ExportOptions:
             raise InputError(
                 f"--block-size {self.block_size} is not possible; give a power of two of at least 16, such as 32 or 64."
             )
+        self._check_head()
         check_layout(self.layout)
         if self.logits not in ("last", "all"):
             raise InputError(f"--logits {self.logits} is not known; choose last or all.")
         if self.context is not None and self.context < 1:
             raise InputError(f"--context {self.context} holds no token; give at least 1.")
+
+    def _check_head(self) -> None:
+        if (self.head_columns is None) != (self.shortlist is None):
+            raise InputError("--head-columns and --shortlist belong together; give both, or --nested-head.")
+        if self.nested_head is False and self.head_columns is not None:
+            raise InputError("--exact-head and --head-columns exclude each other; leave one out.")
+        if not 0 < self.miss_rate < 1:
+            raise InputError(f"--miss-rate {self.miss_rate} is no share; give a number between 0 and 1.")
+        if not self.shortlists:
+            return
+        if self.to != "onnx" or self.profile not in (None, "default"):
+            raise InputError(
+                f"a nested head is not built for --to {self.to} with profile {self.profile or 'default'}; use --to onnx "
+                f"with its profile default, or --exact-head."
+            )
+        if self.logits != "last":
+            raise InputError(
+                "a nested head gives the logits of the last position; leave out --logits all, or pass --exact-head."
+            )
+
+    @property
+    def shortlists(self) -> bool:
+        """Whether the head may shortlist."""
+        return bool(self.nested_head) or self.head_columns is not None
 
     @property
     def feedback(self) -> bool:
@@ -124,6 +157,10 @@ class Exporter(Protocol):
 
     def grids(self, options: ExportOptions) -> Mapping[int, QuantizationOptions]:
         """The granularities that the runtime insists on, by bits; empty where the options decide."""
+        ...
+
+    def encoder(self, options: ExportOptions) -> Encoder | None:
+        """The form of matrices of few bits where that is the runtime's own; None: the quantiser's codes."""
         ...
 
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:

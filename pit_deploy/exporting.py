@@ -14,6 +14,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pit_deploy.architecture import DecoderConfig
 from pit_deploy.bundle import carry_files, write_manifest
 from pit_deploy.checkpoint import Checkpoint, check_backbone_tensors, open_checkpoint
@@ -26,11 +28,12 @@ from pit_deploy.folding import FoldedModel, SharedTable, check_shareable, load_f
 from pit_deploy.generation_config import check_generation_config, checkpoint_bos_id, checkpoint_end_ids
 from pit_deploy.json_files import write_json
 from pit_deploy.progress import Progress, silent
+from pit_deploy.quantize.nested import MISS_RATE, NestedHead
 from pit_deploy.quantize.options import QuantizationOptions
-from pit_deploy.quantize.plan import QuantizationPlan
+from pit_deploy.quantize.plan import Encoder, QuantizationPlan
 from pit_deploy.quantize.sensitivity import PrecisionChoice
 from pit_deploy.quantize.smoothing import turned_projection
-from pit_deploy.reference import DRAWN_WINDOWS, Calibration, calibrate
+from pit_deploy.reference import DRAWN_WINDOWS, HELD_OUT_TOKENS, Calibration, calibrate
 from pit_deploy.sample import cache_folder
 
 RTN_BLOCK = 32
@@ -78,6 +81,10 @@ def export(
     quantizer: str | None = None,
     max_kl: float | None = None,
     max_bytes: int | None = None,
+    nested_head: bool | None = None,
+    miss_rate: float = MISS_RATE,
+    head_columns: int | None = None,
+    shortlist: int | None = None,
     calibration: str | Path | None = None,
     golden: str | Path | Calibration | None = None,
     overwrite: bool = False,
@@ -108,6 +115,10 @@ def export(
             quantizer=quantizer,
             max_kl=max_kl,
             max_bytes=max_bytes,
+            nested_head=nested_head,
+            miss_rate=miss_rate,
+            head_columns=head_columns,
+            shortlist=shortlist,
         ),
     )
     if isinstance(golden, Calibration) and calibration is not None:
@@ -131,6 +142,8 @@ def export(
         check_generation_config(checkpoint)
         check_room(out, 2 * checkpoint.total_bytes)
         context_length = options.context_length(config)
+        encoder = exporter.encoder(options)
+        feeds_back = options.feedback and _is_quantized(options) and encoder is None
         if isinstance(golden, Calibration):
             learned = golden
             if len(learned.probabilities) != checkpoint.table_rows:
@@ -144,17 +157,19 @@ def export(
                 context_length,
                 text=calibration,
                 reference=golden,
-                drawn_windows=DRAWN_WINDOWS if options.feedback and _is_quantized(options) else 0,
+                drawn_windows=DRAWN_WINDOWS if feeds_back or options.searches else 0,
+                held_out_tokens=HELD_OUT_TOKENS if options.shortlists else 0,
                 progress=progress,
             )
         model = load_folded(checkpoint, _layout(options, checkpoint, exporter), progress=progress)
-        work = _work_folder(source, options) if options.feedback and _is_quantized(options) else None
+        work = _work_folder(source, options) if feeds_back else None
         model, plan, choice = quantized(
             model,
             config,
             options,
             learned,
             grids=exporter.grids(options),
+            encoder=encoder,
             work=work,
             progress=progress,
         )
@@ -196,7 +211,7 @@ def export(
         summary = manifest.quantization_summary
         report.choice = None if choice is None else choice.to_dict()
         report.quantization = summary.model_dump() if summary else None
-        report.notes = [*checkpoint.notes, *artifact.notes]
+        report.notes = [*checkpoint.notes, *plan.notes, *artifact.notes]
         if work is not None:
             shutil.rmtree(work, ignore_errors=True)
         return report
@@ -211,13 +226,15 @@ def quantized(
     learned: Calibration,
     *,
     grids: Mapping[int, QuantizationOptions] | None = None,
+    encoder: Encoder | None = None,
     work: Path | None = None,
     progress: Progress = silent,
 ) -> tuple[FoldedModel, QuantizationPlan, PrecisionChoice | None]:
     """The model in the form that rounds best, the plan that rounds it, and the search's choice if there was one.
 
     The function stays what it was: a basis for the shared table, and rotations within blocks of channels.
-    Float settings change nothing. `grids` has the granularity that the runtime insists on, by bits. Error feedback
+    Float settings change nothing. `grids` has the granularity that the runtime insists on, by bits, `encoder` its own
+    form of matrices of few bits, where it has one. Error feedback
     keeps finished layers in the folder `work`, from where an interrupted call goes on.
     """
     from pit_deploy.quantize.calibrated import States, quantize_model, smoothed
@@ -229,8 +246,10 @@ def quantized(
     plan = QuantizationPlan(weights, tables, options.block_size, symmetric or bool(grids), grids=grids or {})
     if not _is_quantized(options):
         return model, plan, None
+    if options.shortlists:
+        _choose_head_(plan, model, options, learned, progress)
     model = in_quantization_basis(model, plan, learned)
-    if not options.feedback:
+    if not options.feedback or (encoder is not None and not options.searches):
         if plan.rotation_block is None and plan.weights in ("int8", "int4"):
             ids = [i for i in learned.ids if i < model.vocab_size]
             return smoothed(model, plan, ids, progress), plan, None
@@ -244,10 +263,52 @@ def quantized(
         max_bytes=options.max_bytes,
         fixed_bytes=_unquantised_bytes(config, options),
         activations=options.block_size if options.to == "onnx" else None,
+        encoder=encoder,
         work=work,
         progress=progress,
     )
     return result.model, result.plan, result.choice
+
+
+def _choose_head_(
+    plan: QuantizationPlan,
+    model: FoldedModel,
+    options: ExportOptions,
+    learned: Calibration,
+    progress: Progress,
+) -> None:
+    """Put a nested head into `plan` where one was asked for and is good enough, and a note of the choice."""
+    from pit_deploy.quantize.calibrated import table_options
+    from pit_deploy.quantize.nested_choice import choose_nested_head, measured
+
+    tables = model.tables
+    if plan.tables not in ("int8", "int4") or not isinstance(tables, SharedTable) or tables.head_map is None:
+        raise InputError(
+            f"a nested head needs one integer table of a PIT model, and this export has layout {model.layout} with "
+            f"--tables {plan.tables}; convert the model first, or pass --exact-head."
+        )
+    rows, columns = tables.table.shape
+    candidates = (4, 8) if options.searches else (int(plan.tables.removeprefix("int")),)
+    rounding = [table_options(plan, b, columns) if options.feedback else plan.options(b) for b in candidates]
+    block = max(r.block_size_for(columns) for r in rounding)
+    about = (tables, learned.state_second_moment, learned.probabilities)
+    held_out = np.zeros((0, columns)) if learned.held_out is None else learned.held_out
+    known = learned.golden.tokenizer_length
+    if options.head_columns is not None and options.shortlist is not None:
+        plan.nested = NestedHead(options.head_columns, options.shortlist)
+        plan.nested.check(rows, columns, block)
+        plan.nested, note = measured(plan.nested, *about, held_out, known=known, progress=progress)
+    else:
+        plan.nested, note = choose_nested_head(
+            *about,
+            held_out,
+            bits=max(candidates),
+            block=block,
+            miss_rate=options.miss_rate,
+            known=known,
+            progress=progress,
+        )
+    plan.notes.append(note)
 
 
 def _work_folder(source: str | Path, options: ExportOptions) -> Path:
@@ -301,6 +362,7 @@ def in_quantization_basis(model: FoldedModel, plan: QuantizationPlan, learned: C
         tables.embedding_map,
         learned.state_second_moment,
         row_second_moment=token_second_moment(tables.table, learned.probabilities),
+        leading=None if plan.nested is None else plan.nested.columns,
     )
     return with_tables(
         model,

@@ -51,6 +51,18 @@ def test_bundles_pass_their_gates(bundles: dict[str, Path], profile: str) -> Non
     assert report.runtime == "mil" and len(report.kl) >= 256
 
 
+def test_a_search_among_palettes(bundles: dict[str, Path], tmp_path: Path) -> None:
+    made = export(bundles["pit"], tmp_path / "b", to="coreml", profile="neural_engine", max_kl=2e-4)
+    assert made.choice is not None and 0 < made.choice["kl"] <= 2e-4
+    chosen = {group["group"]: group["bits"] for group in made.choice["groups"]}
+    assert set(chosen.values()) <= {4, 6, 8} and len(set(chosen.values())) > 1
+    manifest = Bundle.open(tmp_path / "b").manifest
+    assert {e.name: e.bits for e in manifest.quantization} == made.choice["bits"]
+    assert verify(tmp_path / "b").mean_kl <= 1e-3
+    with pytest.raises(InputError, match=r"--max-kl 1e-12 cannot be met: the best reached is .*8-bit"):
+        export(bundles["pit"], tmp_path / "c", to="coreml", profile="neural_engine", max_kl=1e-12)
+
+
 def test_a_bundle_lists_every_file_of_its_package(bundles: dict[str, Path]) -> None:
     manifest = Bundle.open(bundles["neural_engine"], check_hashes=True).manifest
     inside = sorted(e.path for e in manifest.files if e.path.startswith("model.mlpackage/"))

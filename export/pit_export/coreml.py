@@ -18,7 +18,7 @@ from pit_deploy.extras import require
 from pit_deploy.folding import FoldedModel
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.options import QuantizationOptions
-from pit_deploy.quantize.plan import QuantizationPlan
+from pit_deploy.quantize.plan import Encoder, QuantizationPlan
 from pit_export.backbone import Backbone, check_backbone
 from pit_export.coreml_profiles import CACHE_MULTIPLE, HEAD_ROWS, PREFILL_TOKENS, PROFILES, Profile
 
@@ -49,6 +49,14 @@ class CoreMLExporter:
         if forms == "palettes":
             return by_row | {4: QuantizationOptions(4, options.block_size)}
         return by_row if forms == "channels" else {}
+
+    def encoder(self, options: ExportOptions) -> Encoder | None:
+        """Palettes of 4, 6 or 8 bits for the Neural Engine."""
+        if _profile(options).forms != "palettes":
+            return None
+        from pit_export.coreml_weights import PALETTE_BITS, encode_palette
+
+        return Encoder(PALETTE_BITS, encode_palette)
 
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:
         """Raise `InputError` for options that the profile cannot build."""

@@ -70,7 +70,7 @@ class Profile:
             )
         if self.forms == "blocks":
             self._check_blocks(config, options)
-        elif options.searches or options.quantizer == "feedback":
+        elif options.quantizer == "feedback" or (options.searches and self.forms != "palettes"):
             self._refuse_feedback(options)
 
     def _check_blocks(self, config: DecoderConfig, options: ExportOptions) -> None:

@@ -305,9 +305,11 @@ def test_palettes(llama, exported):
     encode = lambda name, weight: palettized(weight.astype(np.float16), 4)  # noqa: E731
     assert relative(quantized_reference(llama, encode), made.runtime().all_logits(llama.ids)) < 6e-3
     weight = np.random.default_rng(0).normal(size=(96, 40)).astype(np.float16)
-    for bits, limit in ((4, 0.12), (8, 0.02)):
+    for bits, limit in ((4, 0.12), (6, 0.04), (8, 0.02)):
         palette = palettized(weight, bits)
         assert palette.palettes.shape == (3, 1 << bits) and palette.bits == bits
+        assert palette.shape == weight.shape
+        assert palette.nbytes == 96 * 40 * bits // 8 + 3 * 2 * (1 << bits) + 96 * 2
         difference = palette.dequantize() - weight
         assert np.linalg.norm(difference) < limit * np.linalg.norm(weight.astype(np.float32))
         np.testing.assert_array_equal(palette.rows(slice(32, 64)).dequantize(), palette.dequantize()[32:64])
@@ -335,9 +337,23 @@ def test_a_mixed_plan(llama, exported):
     made = exported(llama, "cpu_gpu", "int4", "int8", plan=plan)
     expected = quantized_reference(llama, lambda name, weight: prepared[name])
     assert relative(expected, made.runtime().all_logits(llama.ids)) < 6e-3
-    palettes = exported(llama, "neural_engine", "int4", "int8", plan=replace(plan, errors=[]))
-    assert sorted({e["bits"] for e in palettes.plan.errors if "up_proj" in e["name"]}) == [4]
-    assert {e["bits"] for e in palettes.plan.errors if "up_proj" not in e["name"]} == {8}
+
+
+def test_a_mixed_plan_of_palettes(llama, exported):
+    """As a search leaves it: palettes of 4, 6 and 8 bits, whose numbers are in the package."""
+    folded = llama.folded("untied")
+    names = [
+        *(n for n in folded.tensor_names() if folded.read(n).ndim == 2),
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+    ]
+    bits = {n: 4 if "up_proj" in n else 6 if "q_proj" in n else 8 for n in names}
+    prepared = {n: palettized(_weight(folded, n).astype(np.float16), bits[n]) for n in names}
+    plan = QuantizationPlan("int4", "int8", 32, False, prepared=prepared, bits=bits)
+    made = exported(llama, "neural_engine", "int4", "int8", plan=plan)
+    expected = quantized_reference(llama, lambda name, weight: prepared[name])
+    assert relative(expected, made.runtime().all_logits(llama.ids)) < 6e-3
+    assert {e["name"]: e["bits"] for e in made.plan.errors} == bits
 
 
 @pytest.mark.parametrize("weights", ["fp16", "int8", "int4"])
@@ -484,7 +500,6 @@ REFUSED = {
     "one table in the Neural Engine": (dict(profile="neural_engine", layout="shared"), "--layout shared"),
     "blocks that do not fit": (dict(profile="cpu_gpu", block_size=128), "hidden_size 64.*--block-size 128"),
     "feedback for palettes": (dict(profile="neural_engine", quantizer="feedback"), "--quantizer feedback"),
-    "a search for palettes": (dict(profile="neural_engine", max_kl=0.1), "--max-kl or --max-bytes.*cpu_gpu"),
     "a search for channels": (dict(profile="stateless", max_kl=0.1), "--max-kl or --max-bytes"),
     "too much context": (dict(profile="cpu_gpu", context=97), "max_position_embeddings 96"),
 }

@@ -11,7 +11,7 @@ from coremltools.converters.mil.mil import types
 from coremltools.optimize.coreml._quantization_passes import palettize_weights
 
 from pit_deploy.errors import InputError
-from pit_deploy.quantize.plan import QuantizationPlan, to_float16
+from pit_deploy.quantize.plan import QuantizationPlan, check_prepared, to_float16
 from pit_deploy.quantize.tensor import QuantizedTensor
 from pit_export.coreml_graph import Constant
 
@@ -19,6 +19,8 @@ PALETTE_ROWS = 32
 """Rows of a matrix that share a palette."""
 _BITS = {"int8": 8, "int4": 4}
 _ROUNDS = 10
+PALETTE_BITS = (4, 6, 8)
+"""Palettes that a search chooses from; Core ML has others, of 3 bits and fewer."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,16 @@ class Palette:
     @property
     def bits(self) -> int:
         return int(self.palettes.shape[1]).bit_length() - 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.indices.shape
+        return rows, columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of packed indices, palettes and scales together."""
+        return -(-self.indices.size * self.bits // 8) + self.palettes.nbytes + self.scales.nbytes
 
     def rows(self, part: slice) -> Palette:
         """These rows alone; `part` must begin and end between groups."""
@@ -141,15 +153,19 @@ class PaletteForm(Form):
     """`constexpr_lut_to_dense` (iOS 18), the Neural Engine's own form: a palette for every `PALETTE_ROWS` rows, each of
     which is divided by its largest magnitude first; `constexpr_blockwise_shift_scale` multiplies by that.
 
-    4 bits: coremltools' k-means, which is exact. 8 bits: a few rounds of Lloyd's algorithm from a good start; the
+    4 bits: coremltools' k-means, which is exact. 6 and 8 bits: a few rounds of Lloyd's algorithm from a good start; the
     exact one takes a minute for a million weights there.
     """
 
     def encode(self, name: str, weight: np.ndarray, role: str) -> Encoded:
-        bits = self.plan.bits.get(name, _BITS.get(self.plan.precision(role), 0))
-        if bits not in _BITS.values():
-            return to_float16(name, weight)
-        palette = palettized(to_float16(name, weight), bits)
+        palette = self.plan.prepared.get(name)
+        if palette is None:
+            bits = self.plan.bits.get(name, _BITS.get(self.plan.precision(role), 0))
+            if bits not in PALETTE_BITS:
+                return to_float16(name, weight)
+            palette = encode_palette(name, weight, bits)
+        check_prepared(name, palette, weight)
+        assert isinstance(palette, Palette), f"{name} was prepared for another profile"
         self.plan.errors.append(_record(name, weight, palette))
         return palette
 
@@ -160,6 +176,11 @@ class PaletteForm(Form):
         numbers = Constant("constexpr_lut_to_dense", {"indices": indices, "lut": lut})
         scales = encoded.scales.reshape(len(encoded.scales), *rank)
         return Constant("constexpr_blockwise_shift_scale", {"data": numbers, "scale": scales})
+
+
+def encode_palette(name: str, weight: np.ndarray, bits: int) -> Palette:
+    """A matrix [rows, columns] as palettes; raises `InputError` where float16 cannot hold it."""
+    return palettized(to_float16(name, weight), bits)
 
 
 def palettized(matrix: np.ndarray, bits: int) -> Palette:

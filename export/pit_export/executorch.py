@@ -52,6 +52,9 @@ class ExecutorchExporter:
             4: QuantizationOptions(4, options.block_size, positive_scales=True),
         }
 
+    def encoder(self, options: ExportOptions) -> None:
+        """The quantiser's codes are stored as they are."""
+
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:
         """Raise for a missing or mismatched package, and `InputError` for what the backends do not take."""
         import_executorch("executorch.exir")
@@ -63,6 +66,9 @@ class ExecutorchExporter:
             raise InputError(
                 f"--profile {profile} is not known to executorch; choose one of {', '.join(PROFILES)}."
             )
+        if profile == "coreml":
+            with without_output():
+                require("coremltools", "coreml")
         options.context_length(config)
         if options.layout == "shared":
             raise InputError(

@@ -30,6 +30,9 @@ class HuggingFaceExporter:
         """None: floats are written."""
         return {}
 
+    def encoder(self, options: ExportOptions) -> None:
+        """The quantiser's codes are stored as they are."""
+
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:
         for name, value in (("--weights", options.weights), ("--tables", options.tables)):
             if value not in _DTYPES:

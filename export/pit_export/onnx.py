@@ -56,6 +56,9 @@ class OnnxExporter:
         """None: `MatMulNBits` takes every block size that `check` lets through."""
         return {}
 
+    def encoder(self, options: ExportOptions) -> None:
+        """The quantiser's codes are stored as they are."""
+
     def check(self, config: DecoderConfig, options: ExportOptions) -> None:
         """Raise `InputError` for a profile, a context, a block size or a head that cannot be built."""
         for package in ("onnx", "onnx_ir"):

@@ -24,7 +24,7 @@ from pit_deploy.quantize.hessians import (
     quantize_layers,
 )
 from pit_deploy.quantize.options import QuantizationOptions
-from pit_deploy.quantize.plan import QuantizationPlan
+from pit_deploy.quantize.plan import Encoder, QuantizationPlan, Rounded
 from pit_deploy.quantize.sensitivity import FLOAT_BITS, PrecisionChoice, Trial, choose_precision
 from pit_deploy.quantize.smoothing import balanced, rotated
 from pit_deploy.quantize.tensor import QuantizedTensor, row_chunks
@@ -69,6 +69,7 @@ def quantize_model(
     tokens: int = TOKENS,
     feedback: FeedbackOptions | None = None,
     activations: int | None = None,
+    encoder: Encoder | None = None,
     work: Path | str | None = None,
     progress: Progress = silent,
 ) -> Quantized:
@@ -78,7 +79,8 @@ def quantize_model(
     `max_bytes` (the whole artifact's; `fixed_bytes` of it are not for us to choose) every group of matrices
     is int4 or int8 (or float, with `keep_float`), whatever the plan said; the search runs on a part of the
     text that the calibration doesn't see. `activations` is the block size of int8 activations to reckon with
-    there. `work` keeps finished layers for a later call. Raises `InputError` for a gate that cannot be met.
+    there. With an `encoder` a search chooses among the runtime's own forms instead, and nothing is fed back. `work`
+    keeps finished layers for a later call. Raises `InputError` for a gate that cannot be met.
     """
     from pit_deploy.runtimes.torch import open_folded
 
@@ -91,15 +93,17 @@ def quantize_model(
     if smooth and (plan.weights in BITS or search):
         model = smoothed(model, plan, seen, progress)
     reference = _exact_maps(model)
-    candidates = (4, 8) if search else ()
-    weight_bits = candidates or _bits(plan.weights)
-    table_bits = candidates or _bits(plan.tables)
-    prepared: dict[str, Mapping[int, QuantizedTensor]] = {}
+    candidates = (encoder.bits if encoder else (4, 8)) if search else ()
+    weight_bits = () if encoder else candidates or _bits(plan.weights)
+    table_bits = () if encoder else candidates or _bits(plan.tables)
+    prepared: dict[str, Mapping[int, Rounded]] = (
+        {} if encoder is None else _encoded(reference, encoder, progress)
+    )
     for name, moment in tables.items() if table_bits else ():
         progress("tables", 0, 1)
         table = _table(model, name)
         prepared[name] = {
-            bits: quantize_rows(table, moment, _table_options(plan, bits, table.shape[1]), feedback)
+            bits: quantize_rows(table, moment, table_options(plan, bits, table.shape[1]), feedback)
             for bits in table_bits
         }
         progress("tables", 1, 1)
@@ -139,6 +143,25 @@ def quantize_model(
         ),
         choice,
     )
+
+
+def _encoded(model: FoldedModel, encoder: Encoder, progress: Progress) -> dict[str, Mapping[int, Rounded]]:
+    """Every matrix in each of the encoder's precisions."""
+    from pit_deploy.runtimes.torch import open_folded
+
+    jobs = [(name, _table(model, name)) for name in _tables(model, None)]
+    for number, layer in enumerate(open_folded(model).decoder.layers):
+        jobs += [
+            (f"model.layers.{number}.{name}.weight", module.weight.detach().float().numpy())
+            for name, module in layer.named_modules()
+            if hasattr(module, "in_features")
+        ]
+    found: dict[str, Mapping[int, Rounded]] = {}
+    for number, (name, weight) in enumerate(jobs):
+        progress("quantise", number, len(jobs))
+        found[name] = {bits: encoder.encode(name, weight, bits) for bits in encoder.bits}
+    progress("quantise", len(jobs), len(jobs))
+    return found
 
 
 def smoothed(
@@ -227,7 +250,8 @@ def _options(plan: QuantizationPlan, bits: int) -> QuantizationOptions:
     return QuantizationOptions(bits, plan.block_size, symmetric=plan.symmetric or bits == 8)
 
 
-def _table_options(plan: QuantizationPlan, bits: int, columns: int) -> QuantizationOptions:
+def table_options(plan: QuantizationPlan, bits: int, columns: int) -> QuantizationOptions:
+    """How a token table of so many columns is rounded with error feedback."""
     if bits in plan.grids:
         return plan.grids[bits]
     # In the basis offsets gain a table next to nothing, and at 8 bits blocks of 64 nothing to speak of is lost.
@@ -241,4 +265,4 @@ def _bits(precision: str) -> tuple[int, ...]:
 
 def _coarsest(bits: object) -> str:
     least = min(bits)  # type: ignore[call-overload]
-    return {4: "int4", 8: "int8", FLOAT_BITS: "fp32"}[least]
+    return {4: "int4", 6: "int4", 8: "int8", FLOAT_BITS: "fp32"}[least]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pit_deploy.errors import InputError
+from pit_deploy.quantize.nested import NestedHead
 from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.round_to_nearest import round_to_nearest
 from pit_deploy.quantize.tensor import QuantizedTensor
@@ -19,13 +20,44 @@ _BITS = {"int8": 8, "int4": 4}
 _PRECISION_OF = {4: "int4", 8: "int8", 32: "fp32"}
 
 
+class Rounded(Protocol):
+    """A matrix [rows, columns] in few bits, in whatever form a runtime stores it."""
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        ...
+
+    def dequantize(self) -> np.ndarray:
+        """The float32 matrix that it stands for."""
+        ...
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A runtime's own form of a matrix in few bits: `encode(name, weight [rows, columns], bits)`.
+
+    `bits` are what a search may choose from.
+    """
+
+    bits: tuple[int, ...]
+    encode: Callable[[str, np.ndarray, int], Rounded]
+
+
 @dataclass
 class QuantizationPlan:
     """Precision by role: `weights` for the backbone's matrices, `tables` for the embedding and the head.
 
     An exporter calls `encode` once for each tensor that it stores; the plan quantises it and keeps the error.
-    `prepared` has tensors that were quantised before, by name (with error feedback, say), `bits` the bits of
-    single tensors (4, 8, or 32 for float32) where they differ from their role's; both come before the role.
+    `prepared` has tensors that were rounded before, by name (with error feedback, say), `bits` the bits of single
+    tensors (4, 8, or 32 for float32; others where prepared) where they differ from their role's; both come before
+    the role.
     `grids` has, by bits, the granularity that a runtime insists on; the others follow `block_size` and `symmetric`.
     """
 
@@ -34,16 +66,20 @@ class QuantizationPlan:
     block_size: int = 32
     symmetric: bool = True
     errors: list[dict[str, Any]] = field(default_factory=list)
-    prepared: Mapping[str, QuantizedTensor] = field(default_factory=dict)
+    prepared: Mapping[str, Rounded] = field(default_factory=dict)
     bits: Mapping[str, int] = field(default_factory=dict)
     grids: Mapping[int, QuantizationOptions] = field(default_factory=dict)
+    nested: NestedHead | None = None
+    """How the head shortlists, where it does: the shared table is then sorted."""
+    notes: list[str] = field(default_factory=list)
+    """What the user should know of the choices made."""
 
     def __post_init__(self) -> None:
         for name in (self.weights, self.tables):
             if name not in PRECISIONS:
                 raise InputError(f"the precision {name} is not known; choose one of {', '.join(PRECISIONS)}.")
         for name, count in self.bits.items():
-            if count not in _PRECISION_OF:
+            if count not in _PRECISION_OF and name not in self.prepared:
                 raise InputError(f"bits of {name} is {count}; choose 4, 8 or 32 (float).")
 
     def precision(self, role: str) -> str:
@@ -65,18 +101,18 @@ class QuantizationPlan:
 
         Raises `InputError` where float16 cannot hold a value, or a prepared tensor is of another shape.
         """
-        quantized = self.prepared.get(name)
-        if quantized is None:
+        prepared = self.prepared.get(name)
+        if prepared is None:
             precision = _PRECISION_OF[self.bits[name]] if name in self.bits else self.precision(role)
             if precision == "fp32":
                 return np.ascontiguousarray(weight, np.float32)
             if precision == "fp16":
                 return to_float16(name, weight)
             quantized = round_to_nearest(weight, self.options(_BITS[precision]))
-        elif quantized.shape != weight.shape:
-            raise InputError(
-                f"{name} was quantised as {list(quantized.shape)} and is stored as {list(weight.shape)}."
-            )
+        else:
+            check_prepared(name, prepared, weight)
+            assert isinstance(prepared, QuantizedTensor), f"{name} was prepared for another runtime"
+            quantized = prepared
         error = quantized.error_against(weight)
         self.errors.append(
             {
@@ -89,6 +125,14 @@ class QuantizationPlan:
             }
         )
         return quantized
+
+
+def check_prepared(name: str, prepared: Rounded, weight: np.ndarray) -> None:
+    """Raise `InputError` where a tensor was prepared with another shape than it is stored with."""
+    if prepared.shape != weight.shape:
+        raise InputError(
+            f"{name} was quantised as {list(prepared.shape)} and is stored as {list(weight.shape)}."
+        )
 
 
 def to_float16(name: str, weight: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pit_deploy.errors import InputError
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.hessians import GROUPS
-from pit_deploy.quantize.tensor import QuantizedTensor
+from pit_deploy.quantize.plan import Rounded
 
 if TYPE_CHECKING:
     import torch
@@ -227,7 +227,7 @@ class Trial:
         self,
         runtime: TorchRuntime,
         windows: Sequence[Sequence[int]],
-        tensors: Mapping[str, Mapping[int, QuantizedTensor]],
+        tensors: Mapping[str, Mapping[int, Rounded]],
         *,
         activations: int | None = None,
     ) -> None:
@@ -312,7 +312,7 @@ class Trial:
             return self._float[name].numel() * 4
         return self.tensors[name][bits].nbytes
 
-    def _put(self, name: str, tensor: QuantizedTensor) -> None:
+    def _put(self, name: str, tensor: Rounded) -> None:
         import torch
 
         value = torch.from_numpy(tensor.dequantize())
