@@ -54,6 +54,9 @@ class CoreMLExporter:
         """Palettes of 4, 6 or 8 bits for the Neural Engine."""
         if _profile(options).forms != "palettes":
             return None
+        from pit_deploy.runtimes.mil_program import quiet_coremltools
+
+        quiet_coremltools()
         from pit_export.coreml_weights import PALETTE_BITS, encode_palette
 
         return Encoder(PALETTE_BITS, encode_palette)

@@ -313,6 +313,16 @@ def test_palettes(llama, exported):
         difference = palette.dequantize() - weight
         assert np.linalg.norm(difference) < limit * np.linalg.norm(weight.astype(np.float32))
         np.testing.assert_array_equal(palette.rows(slice(32, 64)).dequantize(), palette.dequantize()[32:64])
+    from coremltools.optimize.coreml._quantization_passes import palettize_weights
+
+    made = palettize_weights.grouped_channelwise_compress(
+        weight / np.abs(weight).max(axis=1, keepdims=True), "KMEANS", 4, 0, 32
+    )
+    exact = Palette(
+        made.indices.astype(np.uint8), made.lut.reshape(3, 16), np.abs(weight).max(axis=1, keepdims=True)
+    )
+    errors = [np.linalg.norm(p.dequantize() - weight) for p in (palettized(weight, 4), exact)]
+    assert errors[0] < 1.01 * errors[1]
     odd = palettized(weight[:7], 8)
     assert len(odd.palettes) == 1
     np.testing.assert_array_equal(odd.rows(slice(2, 5)).dequantize(), odd.dequantize()[2:5])

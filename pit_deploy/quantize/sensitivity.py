@@ -283,22 +283,29 @@ class Trial:
         return total / positions, agree / positions
 
     def groups(self, candidates: Sequence[int], progress: Progress = silent) -> list[Group]:
-        """The model's groups with sizes and measured KL. `candidates` are the bits to choose from, 32 among them
-        where tensors may stay float. The finest of them counts as free. A part of the windows will do for this: it
-        ranks, and what is chosen is measured on all."""
+        """The model's groups with sizes and KL. `candidates` are the bits to choose from, 32 among them where tensors
+        may stay float.
+
+        The finest of them counts as free. The coarsest is measured, on a part of the windows, and those between
+        follow from it by the square of their rounding errors: it ranks, and what is chosen is measured on all.
+        """
         found: list[Group] = []
         members = group_tensors(list(self.tensors))
-        measured = sorted(set(candidates))[:-1]
+        coarsest, *between = sorted(set(candidates))[:-1]
         start = max(0, (len(self.windows) - RANKING_WINDOWS) // 2)
         some = range(len(self.windows))[start : start + RANKING_WINDOWS]
         for number, (name, tensors) in enumerate(members.items()):
             progress("sensitivity", number, len(members))
             sizes = {bits: sum(self._nbytes(tensor, bits) for tensor in tensors) for bits in candidates}
             # Rounded activations cost the same in each of these, and would hide what the group itself does.
-            kl = {
-                bits: self.kl(dict.fromkeys(tensors, bits), float_activations=True, windows=some)[0]
-                for bits in measured
-            }
+            coarse = dict.fromkeys(tensors, coarsest)
+            kl = {coarsest: self.kl(coarse, float_activations=True, windows=some)[0]}
+            if between:
+                energy = {
+                    bits: sum(self._error(tensor, bits) for tensor in tensors)
+                    for bits in (coarsest, *between)
+                }
+                kl |= {bits: kl[coarsest] * energy[bits] / max(energy[coarsest], 1e-30) for bits in between}
             found.append(Group(name, tensors, sizes, kl))
         progress("sensitivity", len(members), len(members))
         return found
@@ -311,6 +318,11 @@ class Trial:
         if bits == FLOAT_BITS:
             return self._float[name].numel() * 4
         return self.tensors[name][bits].nbytes
+
+    def _error(self, name: str, bits: int) -> float:
+        """Squared rounding error of a tensor."""
+        difference = self.tensors[name][bits].dequantize() - self._float[name].numpy()
+        return float((difference * difference).sum())
 
     def _put(self, name: str, tensor: Rounded) -> None:
         import torch
