@@ -5,7 +5,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint study clean
+.PHONY: demo test test-slow lint study parity clean
 
 demo: $(STAMP)
 	$(RUN)/pit-deploy demo demo --overwrite
@@ -24,6 +24,10 @@ lint: $(STAMP)
 # The training study of docs/study.md; finished runs are kept in build/study and not run again.
 study: $(STAMP)
 	$(RUN)/python -m pit_deploy.training.study
+
+# The parity matrix of docs/parity.md, into build/parity. SAMPLE=1: the sample model; FULL=1: every slow cell too.
+parity: $(STAMP)
+	$(RUN)/python runtime_tests/matrix.py $(if $(SAMPLE),--sample) $(if $(FULL),--full)
 
 $(STAMP): pyproject.toml
 	test -x $(RUN)/python || $(PYTHON) -m venv $(VENV)

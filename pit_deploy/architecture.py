@@ -14,6 +14,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from pit_deploy.errors import InputError
 from pit_deploy.rope import RopeConfig, check_theta
 
@@ -32,8 +34,13 @@ class Family:
     """Whether each head's q and k pass through an RMS norm before the rotation."""
     scaled_embedding: bool = False
     """Whether the architecture itself multiplies embeddings by sqrt(hidden_size)."""
-    exportable: bool = True
-    """Whether the static graph exporters build it; convert, train and fold do not need that."""
+    scaled_attention: bool = False
+    """Whether scores are scaled by `query_pre_attn_scalar` and not by head_dim, and scores and logits may be capped."""
+    sandwich_norms: bool = False
+    """Whether attention and MLP each have a norm behind them as well."""
+    local_rope: bool = False
+    """Whether layers with a sliding window rotate by parameters of their own."""
+    activation_field: str = "hidden_act"
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -41,9 +48,23 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(qkv_bias=False, o_bias=False),
     "qwen2": Family(qkv_bias=True, o_bias=False),
     "qwen3": Family(qk_norm=True),
-    "gemma": Family(norm_offset=1.0, scaled_embedding=True, exportable=False),
-    "gemma2": Family(norm_offset=1.0, scaled_embedding=True, exportable=False),
-    "gemma3_text": Family(norm_offset=1.0, scaled_embedding=True, qk_norm=True, exportable=False),
+    "gemma": Family(norm_offset=1.0, scaled_embedding=True),
+    "gemma2": Family(
+        norm_offset=1.0,
+        scaled_embedding=True,
+        scaled_attention=True,
+        sandwich_norms=True,
+        activation_field="hidden_activation",
+    ),
+    "gemma3_text": Family(
+        norm_offset=1.0,
+        scaled_embedding=True,
+        scaled_attention=True,
+        sandwich_norms=True,
+        qk_norm=True,
+        local_rope=True,
+        activation_field="hidden_activation",
+    ),
 }
 
 _KNOWN_BUFFERS = re.compile(r"(^|\.)rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)$")
@@ -78,6 +99,32 @@ class DecoderConfig:
     rope: RopeConfig
     sliding_windows: tuple[int | None, ...]
     """Per layer: how many positions back a token sees, itself included; None: all."""
+    attention_scale: float
+    """The factor on the scores."""
+    local_rope: RopeConfig | None = None
+    """The rotation of layers with a sliding window, where they have another."""
+    attention_softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)`."""
+    logit_softcap: float | None = None
+    """The same for logits."""
+    embedding_scale: float | None = None
+    """What the architecture multiplies embeddings by, as the number that training used; None: nothing."""
+    sandwich_norms: bool = False
+    """Whether attention and MLP each have a norm behind them as well."""
+
+    @property
+    def ropes(self) -> Mapping[bool, RopeConfig]:
+        """The rotations by whether a layer is local (`is_local`)."""
+        return {False: self.rope} if self.local_rope is None else {False: self.rope, True: self.local_rope}
+
+    def is_local(self, layer: int) -> bool:
+        """Whether a layer rotates by `local_rope`."""
+        return self.local_rope is not None and self.sliding_windows[layer] is not None
+
+    @property
+    def mlp_norm(self) -> str:
+        """The norm before a layer's MLP, by its name in the checkpoint."""
+        return "pre_feedforward_layernorm" if self.sandwich_norms else "post_attention_layernorm"
 
     @property
     def query_size(self) -> int:
@@ -92,7 +139,7 @@ class DecoderConfig:
         """Read a config.json. Raises `InputError` for a family or a setting that the exporters do not build."""
         model_type = config.get("model_type")
         family = FAMILIES.get(str(model_type))
-        if family is None or not family.exportable:
+        if family is None:
             raise InputError(unsupported_architecture(model_type))
         full = with_defaults(config)
         heads = _positive(full, "num_attention_heads")
@@ -113,10 +160,11 @@ class DecoderConfig:
             raise InputError(
                 f"config.json: head_dim {head_dim} is odd; rotary positions need an even number."
             )
-        activation = full.get("hidden_act", "silu")
+        activation = full.get(family.activation_field, "silu")
         if activation not in ACTIVATIONS:
             raise InputError(
-                f"config.json: hidden_act '{activation}' is not supported; known are {', '.join(ACTIVATIONS)}."
+                f"config.json: {family.activation_field} '{activation}' is not supported; known are "
+                f"{', '.join(ACTIVATIONS)}."
             )
         layers = _positive(full, "num_hidden_layers")
         attention_bias = bool(full.get("attention_bias", False))
@@ -138,8 +186,10 @@ class DecoderConfig:
             mlp_bias=bool(full.get("mlp_bias", False)),
             qk_norm=family.qk_norm,
             norm_offset=family.norm_offset,
-            rope=RopeConfig.from_hf(config, full, head_dim),
+            rope=RopeConfig.from_hf(config, full, head_dim, "full_attention" if family.local_rope else None),
             sliding_windows=_sliding_windows(full, layers),
+            embedding_scale=embedding_scale(config),
+            **_attention_fields(config, full, family, head_dim),
         )
 
     def backbone_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -159,6 +209,9 @@ class DecoderConfig:
             if self.o_bias:
                 shapes[p + "self_attn.o_proj.bias"] = (d,)
             shapes[p + "post_attention_layernorm.weight"] = (d,)
+            if self.sandwich_norms:
+                shapes[p + "pre_feedforward_layernorm.weight"] = (d,)
+                shapes[p + "post_feedforward_layernorm.weight"] = (d,)
             for name, shape in (("gate", (i, d)), ("up", (i, d)), ("down", (d, i))):
                 shapes[f"{p}mlp.{name}_proj.weight"] = shape
                 if self.mlp_bias:
@@ -248,7 +301,7 @@ def check_runnable(full: Mapping[str, Any]) -> None:
 
 def supported_families() -> list[str]:
     """The `model_type` values that the exporters build."""
-    return [name for name, family in FAMILIES.items() if family.exportable]
+    return list(FAMILIES)
 
 
 def unsupported_architecture(model_type: object) -> str:
@@ -305,6 +358,54 @@ def _epsilon(config: Mapping[str, Any]) -> float:
     value = config.get("rms_norm_eps", 1e-6)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise InputError(f"config.json: rms_norm_eps is {value!r}; it must be a number, 0 or above.")
+    return float(value)
+
+
+def embedding_scale(config: Mapping[str, Any]) -> float | None:
+    """What the architecture of a config.json multiplies embeddings by, as training computed it; None: nothing.
+
+    The factor is sqrt(hidden_size) in the precision of the embedding: a model that was trained in bfloat16 (the
+    config's `dtype` says so) has learnt with the root rounded to it, which for 640 is 25.25 and not 25.298.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None or not family.scaled_embedding:
+        return None
+    root = np.float32(_positive(config, "hidden_size") ** 0.5)
+    dtype = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    if dtype == "bfloat16":  # to the nearest of 8 bits, ties to even: NumPy has no such type
+        bits = int(root.view(np.uint32))
+        bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+        return float(np.uint32(bits).view(np.float32))
+    return float(np.float16(root)) if dtype == "float16" else float(root)
+
+
+def _attention_fields(
+    config: Mapping[str, Any], full: Mapping[str, Any], family: Family, head_dim: int
+) -> dict[str, Any]:
+    """The fields of `DecoderConfig` that only some families read."""
+    if full.get("use_bidirectional_attention"):
+        raise InputError("config.json: use_bidirectional_attention is true; only causal attention is built.")
+    if not family.scaled_attention:
+        return {"attention_scale": head_dim**-0.5}
+    scalar = full.get("query_pre_attn_scalar", head_dim)
+    local = RopeConfig.from_hf(config, full, head_dim, "sliding_attention") if family.local_rope else None
+    return {
+        "attention_scale": _above_zero(scalar, "query_pre_attn_scalar") ** -0.5,
+        "attention_softcap": _softcap(full, "attn_logit_softcapping"),
+        "logit_softcap": _softcap(full, "final_logit_softcapping"),
+        "sandwich_norms": family.sandwich_norms,
+        "local_rope": local,
+    }
+
+
+def _softcap(config: Mapping[str, Any], field: str) -> float | None:
+    value = config.get(field)
+    return None if value is None else _above_zero(value, field)
+
+
+def _above_zero(value: Any, field: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise InputError(f"config.json: {field} is {value!r}; it must be a number above 0.")
     return float(value)
 
 

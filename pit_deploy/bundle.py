@@ -127,6 +127,20 @@ class Bundle:
                     f"({self.manifest.created_by.get('tokenizers', 'not recorded')}), or export it again.",
                 )
 
+    def check_end_ids(self) -> None:
+        """Raise `BundleError` where the manifest ends texts at other ids than the bundle's own configurations do."""
+        from pit_deploy.generation_config import end_ids
+
+        named = end_ids(
+            self.generation_config, self.config, self.tokenizer_config, self.tokenizer.token_to_id
+        )
+        if list(self.manifest.end_ids) != named:
+            raise BundleError(
+                "bad_end_id",
+                f"{self.path} ends a text at {list(self.manifest.end_ids)} by its manifest, and at {named} by "
+                f"generation_config.json, config.json and tokenizer_config.json; {_AGAIN}",
+            )
+
     def _json(self, name: str) -> dict[str, Any]:
         if not any(entry.path == name for entry in self.manifest.files):
             return {}

@@ -178,6 +178,9 @@ def train(
     weight_decay: Annotated[float, typer.Option(help="Of the backbone's matrices.")] = 0.01,
     max_grad_norm: Annotated[float, typer.Option(help="Gradients are clipped to it.")] = 1.0,
     optimizer: Annotated[str, typer.Option(help="adamw or muon.")] = "adamw",
+    interface_step: Annotated[
+        str | None, typer.Option(help="Z and T as one table, or apart. [dim]\\[default: table with adamw][/]")
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="stiefel or frozen; as the checkpoint says.")] = None,
     anneal_bridge: Annotated[
         int | None, typer.Option(metavar="N", help="Turn the bridge into one number within N steps.")
@@ -236,6 +239,7 @@ def train(
             weight_decay=weight_decay,
             max_grad_norm=max_grad_norm,
             optimizer=optimizer,
+            interface_step=interface_step,
             memory=memory,
             anneal_bridge=anneal_bridge,
             scale=scale,
@@ -342,6 +346,25 @@ def export(
     max_bytes: Annotated[
         int | None, typer.Option(help="The same search: the best model of this many bytes.")
     ] = None,
+    nested_head: Annotated[
+        bool | None,
+        typer.Option(
+            "--nested-head/--exact-head",
+            help="Shortlist the vocabulary with a part of the table, where that loses next to nothing.",
+        ),
+    ] = None,
+    miss_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="With --nested-head: best tokens that a shortlist may miss. [dim]\\[default: 0.0005][/]"
+        ),
+    ] = None,
+    head_columns: Annotated[
+        int | None, typer.Option(metavar="R", help="Shortlist with R columns of the table, with --shortlist.")
+    ] = None,
+    shortlist: Annotated[
+        int | None, typer.Option(metavar="K", help="Finish K ids, with --head-columns.")
+    ] = None,
     recipe: Annotated[
         str | None, typer.Option(help="TOML file of these options, or android, ios, web, desktop.")
     ] = None,
@@ -368,6 +391,10 @@ def export(
         quantizer=quantizer,
         max_kl=max_kl,
         max_bytes=max_bytes,
+        nested_head=nested_head,
+        miss_rate=miss_rate,
+        head_columns=head_columns,
+        shortlist=shortlist,
         calibration=calibration,
     )
     arguments: dict[str, Any] = {}
@@ -438,6 +465,21 @@ def verify_text(bundle: Path, runtime: str, threads: int | None, json: str | Non
     if not emit(json, report.to_dict()):
         console.print_text_parity(report)
     report.raise_if_failed()
+
+
+@app.command("web-view", rich_help_panel="Bundles")
+def web_view(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="Bundle for onnx.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    overwrite: Overwrite = False,
+    json: Json = None,
+) -> None:
+    """Write a folder that transformers.js opens as a local model. Large files are links to those of the bundle."""
+    from pit_deploy.web_view import web_view as call
+
+    call(bundle, out, overwrite=overwrite)
+    if not emit(json, {"out": str(out), "bundle": str(bundle)}):
+        console.done(f"transformers.js opens {out} as a local model; docs/browser.md shows a page.")
 
 
 @app.command(rich_help_panel="Bundles")
@@ -547,6 +589,19 @@ def bench(
         from pit_deploy.benchmark.console import print_bench
 
         print_bench(report)
+
+
+@app.command(rich_help_panel="Bundles")
+def report(
+    reports: Annotated[list[Path], typer.Argument(metavar="BENCH.json...", help="Files of bench --json.")],
+    html: Annotated[Path, typer.Option(help="Page to write.")] = Path("report.html"),
+) -> None:
+    """Merge what bench measured, here and elsewhere, into one page with plots."""
+    from pit_deploy.benchmark.report_page import write_bench_report
+
+    check_report(html)
+    write_bench_report(reports, html)
+    console.done(f"The report is in {html}.")
 
 
 @app.command(rich_help_panel="Start here")

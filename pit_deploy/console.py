@@ -131,11 +131,11 @@ def print_text_parity(report: TextReport) -> None:
     out.print(f"expected   {escape(report.expected)}")
     out.print(f"generated  {escape(report.found)}")
     verdict = "[green]passed[/]" if report.passed else "[red]out of tolerance[/]"
-    same = "equal" if report.equal else "different"
-    limit = "" if report.required else " (not required at this precision)"
+    same = "equal to" if report.equal else "different from"
+    whose = "training time's" if report.required else f"that of {report.reference}"
     out.print(
         f"{escape(report.bundle)} in {report.runtime}, {report.precision}: {verdict}; the greedy text of "
-        f"{report.tokens} tokens is {same}{limit}."
+        f"{report.tokens} tokens is {same} {whose}."
     )
 
 

@@ -2,8 +2,7 @@
 
 The ExecuTorch exporter traces this module; for exporters that write a graph themselves (ONNX, Core ML) it is an
 independent check.
-Shapes: tokens int64 [batch, S], hidden states [batch, S, hidden_size], queries, keys and values
-[batch, S, heads, head_dim].
+Shapes: tokens int64 [1, S], hidden states [1, S, hidden_size], queries, keys and values [1, S, heads, head_dim].
 
     decoder = build_decoder(config, context_length)
     load_weights(decoder, config, read, tables)
@@ -56,6 +55,9 @@ class Step(NamedTuple):
     """Tokens in the cache before this step: int64 [1] as `PlainAttention` takes it."""
     masks: Mapping[int | None, Tensor]
     """By sliding window: what is added to the scores, [S, context_length]."""
+    local_cos: Tensor | None = None
+    local_sin: Tensor | None = None
+    """Like `cos` and `sin`, for layers that rotate by `local_rope`."""
 
 
 class RMSNorm(nn.Module):
@@ -77,14 +79,14 @@ class Rotation(nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        """`x` [batch, S, heads, head_dim]"""
+        """`x` [1, S, heads, head_dim]"""
         half = x.shape[-1] // 2
         first, second, cos, sin = x[..., :half], x[..., half:], step.cos, step.sin
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
 class PlainAttention(nn.Module):
-    """Grouped-query attention over a cache of fixed length, [1, context_length, heads, head_dim] each.
+    """Grouped-query attention over a cache of fixed length, [context_length, heads, head_dim] each.
 
     Every step reads the whole cache; what is not written yet or not to be seen is masked.
     """
@@ -94,28 +96,39 @@ class PlainAttention(nn.Module):
 
     def __init__(self, config: DecoderConfig, layer: int, context_length: int) -> None:
         super().__init__()
-        shape = (1, context_length, config.num_key_value_heads, config.head_dim)
+        shape = (context_length, config.num_key_value_heads, config.head_dim)
         self.register_buffer("key_cache", torch.zeros(shape))
         self.register_buffer("value_cache", torch.zeros(shape))
-        self.window, self.scale = config.sliding_windows[layer], config.head_dim**-0.5
+        self.window, self.scale = config.sliding_windows[layer], config.attention_scale
+        self.softcap = config.attention_softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Append `k` and `v` to the cache and attend; returns [1, S, heads, head_dim]."""
         positions = step.position + torch.arange(q.shape[1])
-        self.key_cache.index_copy_(1, positions, k)
-        self.value_cache.index_copy_(1, positions, v)
-        return attend(q, self.key_cache, self.value_cache, step.masks[self.window], self.scale)
+        self.key_cache.index_copy_(0, positions, k.squeeze(0))
+        self.value_cache.index_copy_(0, positions, v.squeeze(0))
+        mask = step.masks[self.window]
+        return attend(q, self.key_cache, self.value_cache, mask, self.scale, self.softcap)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Softmax attention; `k` and `v` [batch, T, key-value heads, head_dim], `mask` [S, T] is added to the scores."""
-    batch, new, heads, dim = q.shape
-    groups = heads // k.shape[2]
-    # Query heads that share a key head lie beside each other, so that no key is repeated.
-    q = q.view(batch, new, k.shape[2], groups, dim).permute(0, 2, 3, 1, 4)  # [batch, kv, groups, S, dim]
-    scores = q @ k.permute(0, 2, 3, 1).unsqueeze(2) * scale + mask
-    mixed = scores.softmax(-1) @ v.transpose(1, 2).unsqueeze(2)
-    return mixed.permute(0, 3, 1, 2, 4).flatten(2, 3)
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None = None
+) -> Tensor:
+    """Softmax attention; `k` and `v` [T, key-value heads, head_dim], `mask` [S, T] is added to the scores."""
+    length, kv, dim = k.shape
+    groups = q.shape[2] // kv
+    # Query heads that share a key head are rows of one product, so that no key is repeated. No tensor has more than
+    # four dimensions: delegates take no more.
+    q = q.view(-1, kv, groups, dim).permute(1, 2, 0, 3).reshape(kv, -1, dim)  # [kv, groups * S, dim]
+    scores = torch.bmm(q, k.permute(1, 2, 0)).view(kv, groups, -1, length) * scale
+    scores = capped(scores, softcap) + mask
+    mixed = torch.bmm(scores.softmax(-1).view(kv, -1, length), v.transpose(0, 1))
+    return mixed.view(kv, groups, -1, dim).permute(2, 0, 1, 3).reshape(1, -1, kv * groups, dim)
+
+
+def capped(x: Tensor, softcap: float | None) -> Tensor:
+    """`softcap * tanh(x / softcap)`, or `x` itself for None."""
+    return x if softcap is None else torch.tanh(x / softcap) * softcap
 
 
 def empty_linear(inputs: int, outputs: int, bias: bool) -> nn.Module:
@@ -157,12 +170,14 @@ class Attention(nn.Module):
         self.attend = pieces.attention(config, layer, context_length)
         self.rotate = pieces.rotation(config)
         self.qk_norm, self.head_dim = config.qk_norm, config.head_dim
+        self.is_local = config.is_local(layer)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
         q, k, v = (self._split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        mixed = self.attend(self.rotate(q, step), self.rotate(k, step), v, step)
+        turn = step._replace(cos=step.local_cos, sin=step.local_sin) if self.is_local else step
+        mixed = self.attend(self.rotate(q, turn), self.rotate(k, turn), v, step)
         return self.o_proj(mixed.reshape(x.shape[0], -1, mixed.shape[2] * self.head_dim))
 
     def _split(self, x: Tensor) -> Tensor:
@@ -186,18 +201,26 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to its input."""
+    """Attention and feed-forward, each behind a norm (or between two) and added to its input."""
 
     def __init__(self, config: DecoderConfig, layer: int, context_length: int, pieces: Pieces) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer, context_length, pieces)
         self.mlp = MLP(config, pieces)
-        self.input_layernorm = pieces.norm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = pieces.norm(config.hidden_size, config.rms_norm_eps)
+        names = ["input_layernorm", "post_attention_layernorm"]
+        if config.sandwich_norms:
+            names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+        for name in names:
+            setattr(self, name, pieces.norm(config.hidden_size, config.rms_norm_eps))
+        self.sandwich_norms = config.sandwich_norms
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), step)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        mixed = self.self_attn(self.input_layernorm(x), step)
+        if not self.sandwich_norms:
+            x = x + mixed
+            return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + self.post_attention_layernorm(mixed)
+        return x + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(x)))
 
 
 class Decoder(nn.Module):
@@ -205,6 +228,8 @@ class Decoder(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    local_cos: Tensor | None
+    local_sin: Tensor | None
     logit_mask: Tensor | None
 
     def __init__(
@@ -230,9 +255,13 @@ class Decoder(nn.Module):
         self.embedding_map, self.head_map = (None if m is None else empty_linear(d, d, False) for m in maps)
         self.context_length, self.last_only = context_length, last_only
         self.windows = tuple(dict.fromkeys(config.sliding_windows))
-        cos, sin = config.rope.tables(context_length)
-        self.register_buffer("cos", torch.from_numpy(cos).unsqueeze(1))
-        self.register_buffer("sin", torch.from_numpy(sin).unsqueeze(1))
+        for prefix, rope in (("", config.rope), ("local_", config.local_rope)):
+            for name, values in zip(
+                ("cos", "sin"), rope.tables(context_length) if rope else (None, None), strict=True
+            ):
+                table = None if values is None else torch.from_numpy(values).unsqueeze(1)
+                self.register_buffer(prefix + name, table)
+        self.embedding_scale, self.logit_softcap = config.embedding_scale, config.logit_softcap
         bias = torch.zeros(rows)
         bias[tokenizer_length:] = masked_logit
         self.register_buffer("logit_mask", bias if tokenizer_length < rows else None)
@@ -249,7 +278,8 @@ class Decoder(nn.Module):
         for window in self.windows:
             hidden = behind < 0 if window is None else (behind < 0) | (behind >= window)
             masks[window] = hidden * MASKED_SCORE
-        return Step(self.cos[positions], self.sin[positions], position, masks)
+        local = (None if t is None else t[positions] for t in (self.local_cos, self.local_sin))
+        return Step(self.cos[positions], self.sin[positions], position, masks, *local)
 
     def hidden(self, tokens: Tensor, step: Step) -> Tensor:
         """The residual stream after the last layer, of the last token alone where only its logits are asked for."""
@@ -265,12 +295,14 @@ class Decoder(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         x = self.embed_tokens(tokens)
-        return x if self.embedding_map is None else self.embedding_map(x)
+        if self.embedding_map is not None:
+            x = self.embedding_map(x)
+        return x if self.embedding_scale is None else x * self.embedding_scale
 
     def logits(self, x: Tensor) -> Tensor:
         """Final norm and head."""
         x = self.norm(x)
-        x = self.lm_head(x if self.head_map is None else self.head_map(x))
+        x = capped(self.lm_head(x if self.head_map is None else self.head_map(x)), self.logit_softcap)
         return x if self.logit_mask is None else x + self.logit_mask
 
 

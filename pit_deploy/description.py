@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 from pit_deploy.architecture import DecoderConfig
@@ -20,6 +21,7 @@ from pit_deploy.manifest import (
     CoreMLProgram,
     Golden,
     ManifestBody,
+    NestedHeadPart,
     Precision,
     QuantizationSummary,
     Source,
@@ -90,6 +92,7 @@ def describe(
             positions=golden.positions,
             prompts=tuple(TokenizedText(text=p.text, ids=tuple(p.ids)) for p in golden.prompts),
         ),
+        nested_head=None if plan.nested is None else NestedHeadPart(**asdict(plan.nested)),
     )
 
 

@@ -87,8 +87,8 @@ class ExportOptions:
             return
         if self.to != "onnx" or self.profile not in (None, "default"):
             raise InputError(
-                f"a nested head is not built for --to {self.to} with profile {self.profile or 'default'}; use --to onnx "
-                f"with its profile default, or --exact-head."
+                f"a nested head is not built for --to {self.to} with profile {self.profile or 'default'}; use --to "
+                f"onnx with its profile default, or --exact-head."
             )
         if self.logits != "last":
             raise InputError(

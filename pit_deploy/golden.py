@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from pit_deploy.errors import InputError
+from pit_deploy.manifest import BundleError
 from pit_deploy.progress import Progress, silent
 from pit_deploy.runtimes.base import FullRuntime
 
@@ -83,6 +84,22 @@ class GoldenRecord:
     def starts(self) -> list[int]:
         """Position at which each prompt starts."""
         return [0, *np.cumsum([len(p.ids) for p in self.prompts])[:-1].tolist()]
+
+    def check_end_ids(self, end_ids: Sequence[int], context_length: int, name: str) -> None:
+        """Raise `BundleError` where the greedy text ends, or goes on, otherwise than these end ids say."""
+        ids, room = self.greedy_ids, context_length - len(self.prompts[self.greedy_prompt].ids)
+        passed = next((n for n, id in enumerate(ids[:-1]) if id in end_ids), None)
+        if passed is not None:
+            what = f"goes on after token {passed}, id {ids[passed]}, which is an end id"
+        elif len(ids) < min(GREEDY_TOKENS, room) and ids[-1] not in end_ids:
+            what = f"ends with id {ids[-1]} after {len(ids)} tokens, which is no end id"
+        else:
+            return
+        raise BundleError(
+            "bad_end_id",
+            f"{name}: the recorded greedy text {what} of the manifest ({', '.join(map(str, end_ids))}); export the "
+            f"bundle again.",
+        )
 
     def save(self, directory: Path) -> None:
         """Write golden.json and golden.safetensors."""

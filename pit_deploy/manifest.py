@@ -305,6 +305,22 @@ class CoreMLProgram(_Part):
     """Sizes and advice by part, in the model's order; a table that serves both ends is counted once."""
 
 
+class NestedHeadPart(_Part):
+    """How the head shortlists the vocabulary."""
+
+    columns: Count
+    """Leading columns of the table that estimate every logit."""
+    shortlist: Count
+    """Ids whose logits are finished with the other columns; the others keep the estimate."""
+    miss_rate: Figure | None
+    """Share of held-out calibration positions whose best token is not in the shortlist; null where it was not
+    measured."""
+    kl: Figure | None
+    """Mean KL of the next token there, the full head against this one, in nats."""
+    positions: Count | None
+    """Positions that both were measured on."""
+
+
 class ManifestBody(_Part):
     """All of a manifest apart from the files of the bundle, which `write_manifest` adds."""
 
@@ -363,6 +379,8 @@ class ManifestBody(_Part):
     """Functions, sizes and compute units of a Core ML program; null for other runtimes."""
     golden: Golden | None
     """The record of the training-time model; null where the bundle carries none."""
+    nested_head: NestedHeadPart | None = Field(default=None, exclude_if=lambda value: value is None)
+    """How the head shortlists the vocabulary; left out where it computes all logits in full."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ManifestBody:

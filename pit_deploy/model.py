@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pit_deploy.architecture import check_runnable, refuse_misfits
+from pit_deploy.architecture import embedding_scale as trained_embedding_scale
 from pit_deploy.architecture import quiet as quiet
 from pit_deploy.checkpoint import (
     EMBEDDING_KEYS,
@@ -247,6 +248,7 @@ def build_backbone(
     except Exception as error:  # a size or a word that only the model's own code trips over
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise InputError(f"config.json: transformers cannot build this model: {reason[:300]}") from error
+    set_embedding_scale_(model, config)
     return model
 
 
@@ -273,6 +275,14 @@ def embedding_scale(backbone: PreTrainedModel) -> torch.Tensor | None:
     """The factor that the architecture's own embedding module applies, as the number it uses."""
     scale = getattr(backbone.get_input_embeddings(), "embed_scale", None)
     return None if scale is None else torch.as_tensor(scale).detach().clone()
+
+
+def set_embedding_scale_(backbone: PreTrainedModel, config: Mapping[str, Any]) -> None:
+    """Make the embedding's factor the number that training used, whatever precision the model is loaded in."""
+    number = trained_embedding_scale(config)
+    scale = getattr(backbone.get_input_embeddings(), "embed_scale", None)
+    if number is not None and isinstance(scale, torch.Tensor):
+        scale.fill_(number)
 
 
 def load_interface(checkpoint: Checkpoint) -> PITInterface:

@@ -6,17 +6,25 @@ pass, the greedy continuation, and layer by layer where the runtime can show its
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pit_deploy import few_passes
 from pit_deploy.bundle import Bundle, sha256
 from pit_deploy.checkpoint import Checkpoint, open_checkpoint
 from pit_deploy.errors import InputError, ParityError, RuntimeDiedError
 from pit_deploy.gates import TIE, Gate, coarsest, gate_for
-from pit_deploy.golden import MIN_POSITIONS, GoldenRecord, greedy_continuation, logsumexp, project
+from pit_deploy.golden import (
+    MIN_POSITIONS,
+    GoldenRecord,
+    greedy_continuation,
+    logsumexp,
+    project,
+)
 from pit_deploy.progress import Progress, silent
 from pit_deploy.runtimes.base import FullRuntime, Runtime
 
@@ -156,11 +164,13 @@ def verify(
     progress("check files", 0, 1)
     bundle.check_hashes()
     bundle.check_tokenizer()
+    bundle.check_end_ids()
     checkpoint = None if source is None else open_source(bundle, source)
     progress("check files", 1, 1)
     manifest = bundle.manifest
     gate = gate_for(manifest.runtime, manifest.precision.weights, manifest.precision.tables)
     golden = _golden(bundle)
+    golden.check_end_ids(bundle.manifest.end_ids, bundle.manifest.context_length, str(bundle.path))
     try:
         opened = open_runtime(bundle, runtime, threads=threads)
         if checkpoint is None:
@@ -171,11 +181,24 @@ def verify(
         return _without_answers(bundle, golden, gate, error)
     report.total_bytes = bundle.total_bytes
     report.load_rss_bytes = getattr(opened, "load_rss_bytes", None)
+    judge(report, opened, golden, layers=layers, progress=progress)
+    return report
+
+
+def judge(
+    report: ParityReport,
+    runtime: Runtime,
+    golden: GoldenRecord,
+    *,
+    layers: bool = False,
+    progress: Progress = silent,
+) -> None:
+    """Fill in what is out of tolerance; where something is, or with `layers`, compare hidden states too."""
     report.failures = _failures(report)
     if len(report.kl) < MIN_POSITIONS:
         report.notes.append(f"only {len(report.kl)} positions were compared; a gate wants {MIN_POSITIONS}")
-    if (layers or report.failures) and isinstance(opened, FullRuntime):
-        report.layers = layer_errors(opened, golden, progress)
+    if (layers or report.failures) and isinstance(runtime, FullRuntime):
+        report.layers = layer_errors(runtime, golden, progress)
         layer = report.first_diverging_layer
         if report.failures and layer is not None:
             name = "the embedding" if layer == 0 else f"layer {layer - 1}"
@@ -183,7 +206,6 @@ def verify(
                 f"the first hidden state out of tolerance is that of {name} (relative error "
                 f"{report.layers[layer].median:.2g})"
             )
-    return report
 
 
 def layer_errors(runtime: FullRuntime, golden: GoldenRecord, progress: Progress = silent) -> list[LayerError]:
@@ -235,28 +257,77 @@ def _against_golden(
     bundle: Bundle, runtime: Runtime, golden: GoldenRecord, gate: Gate, progress: Progress
 ) -> ParityReport:
     _check_record(bundle, golden)
-    rows: list[tuple[float, float, bool]] = []
-    prefill = 0.0
-    done = 0
-    for start, prompt in zip(golden.starts, golden.prompts, strict=True):
-        runtime.reset()
-        last = runtime.prefill(prompt.ids)
-        rows_of_prompt: list[tuple[float, float, bool]] = []
-        runtime.reset()
-        logits = last
-        for offset, id in enumerate(prompt.ids):
-            logits = runtime.decode(id)
-            rows_of_prompt.append(compare_with_record(golden, start + offset, logits))
-            done += 1
-            progress("compare", done, golden.positions)
-        # The last position is judged as the worse of one pass and step by step.
-        one_pass = compare_with_record(golden, start + len(prompt.ids) - 1, last)
-        rows_of_prompt[-1] = max(rows_of_prompt[-1], one_pass, key=lambda row: (not row[2], row[0], row[1]))
-        prefill = max(prefill, _difference(last, logits, golden.tokenizer_length))
-        rows += rows_of_prompt
-    return _report(
-        bundle, runtime, gate, "golden record", rows, [len(p.ids) for p in golden.prompts], prefill, golden
+    precision = bundle.manifest.precision
+    return compare_with_golden(
+        runtime,
+        golden,
+        gate,
+        bundle=str(bundle.path),
+        precision=coarsest(precision.weights, precision.tables),
+        end_ids=bundle.manifest.end_ids,
+        progress=progress,
     )
+
+
+def compare_with_golden(
+    runtime: Runtime,
+    golden: GoldenRecord,
+    gate: Gate,
+    *,
+    bundle: str,
+    precision: str,
+    end_ids: tuple[int, ...],
+    progress: Progress = silent,
+) -> ParityReport:
+    """Run a record's prompts step by step and in one pass, and its greedy continuation; `judge` says what it means.
+
+    `bundle` and `precision` only name what is run, which may be a runtime without a bundle.
+    """
+    rows: list[few_passes.Row] = []
+    lengths = []
+    prefill = 0.0
+    one_by_one = not few_passes.wants_few_passes(runtime)
+    if not one_by_one:
+        kept = few_passes.GREEDY_TOKENS
+        margins = golden.greedy_margins[:kept]
+        golden = replace(golden, greedy_ids=golden.greedy_ids[:kept], greedy_margins=margins)
+    rows_of_prompt = _rows_one_by_one if one_by_one else few_passes.rows_of_prompt
+    for start, prompt in zip(golden.starts, golden.prompts, strict=True):
+
+        def compare(offset: int, logits: np.ndarray, start: int = start) -> few_passes.Row:
+            if one_by_one:
+                progress("compare", start + offset + 1, golden.positions)
+            return compare_with_record(golden, start + offset, logits)
+
+        found, difference = rows_of_prompt(runtime, prompt.ids, compare, golden.tokenizer_length)
+        rows += found
+        lengths.append(len(found))
+        prefill = max(prefill, difference)
+        progress("compare", start + len(prompt.ids), golden.positions)
+    report = _report(
+        bundle, precision, end_ids, runtime, gate, "golden record", rows, lengths, prefill, golden
+    )
+    if not one_by_one:
+        report.notes.append(few_passes.note(len(rows), len(golden.prompts)))
+    return report
+
+
+def _rows_one_by_one(
+    runtime: Runtime, ids: Sequence[int], compare: Callable[[int, np.ndarray], few_passes.Row], tokens: int
+) -> tuple[list[few_passes.Row], float]:
+    """The rows of all positions of a prompt, and how far one pass and steps differ at the last.
+
+    The last position is judged as the worse of one pass and step by step.
+    """
+    runtime.reset()
+    last = runtime.prefill(ids)
+    runtime.reset()
+    logits, rows = last, []
+    for offset, id in enumerate(ids):
+        logits = runtime.decode(id)
+        rows.append(compare(offset, logits))
+    rows[-1] = few_passes.worse(rows[-1], compare(len(ids) - 1, last))
+    return rows, _difference(last, logits, tokens)
 
 
 def _against_source(
@@ -286,8 +357,18 @@ def _against_source(
         prefill = max(prefill, _difference(runtime.prefill(prompt), found[-1], valid))
         rows += zip(*(a.tolist() for a in compare_in_full(expected, found[:, :valid])), strict=True)
     progress("compare", len(prompts), len(prompts))
+    precision = coarsest(bundle.manifest.precision.weights, bundle.manifest.precision.tables)
     return _report(
-        bundle, runtime, gate, f"source {source.label}", rows, [len(p) for p in prompts], prefill, golden
+        str(bundle.path),
+        precision,
+        bundle.manifest.end_ids,
+        runtime,
+        gate,
+        f"source {source.label}",
+        rows,
+        [len(p) for p in prompts],
+        prefill,
+        golden,
     )
 
 
@@ -327,7 +408,9 @@ def _evaluation_ids(bundle: Bundle, tokens: int) -> list[int]:
 
 
 def _report(
-    bundle: Bundle,
+    bundle: str,
+    precision: str,
+    end_ids: tuple[int, ...],
     runtime: Runtime,
     gate: Gate,
     reference: str,
@@ -337,12 +420,10 @@ def _report(
     golden: GoldenRecord,
 ) -> ParityReport:
     kl, error, top1 = (np.array(column) for column in zip(*rows, strict=True))
-    precision = bundle.manifest.precision
-    equal = _greedy_equal(runtime, golden, bundle.manifest.end_ids)
     return ParityReport(
-        bundle=str(bundle.path),
+        bundle=bundle,
         runtime=runtime.name,
-        precision=coarsest(precision.weights, precision.tables),
+        precision=precision,
         gate=gate,
         reference=reference,
         kl=kl,
@@ -351,7 +432,7 @@ def _report(
         prompt_lengths=lengths,
         prefill_max_abs=prefill,
         greedy_tokens=len(golden.greedy_ids),
-        greedy_equal=equal,
+        greedy_equal=_greedy_equal(runtime, golden, end_ids),
     )
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pit_deploy.runtimes.torch import TorchRuntime
 
 CALIBRATION_TOKENS = 4096
+HELD_OUT_TOKENS = 8192
 WINDOW = 256
 DRAWN_WINDOWS = 16
 _MARK = "calibration mark 7f3a"
@@ -40,6 +41,8 @@ class Calibration:
     probabilities: np.ndarray
     ids: list[int]
     """The calibration text."""
+    held_out: np.ndarray | None = None
+    """Normalised states [positions, d], float32, of text that the statistics above did not see; None: not recorded."""
 
 
 def calibrate(
@@ -49,12 +52,14 @@ def calibrate(
     text: str | Path | None = None,
     reference: str | Path | None = None,
     drawn_windows: int = 0,
+    held_out_tokens: int = 0,
     progress: Progress = silent,
 ) -> Calibration:
     """Run the reference model: record the golden record, and the statistics for the quantisation basis.
 
     Without a `text` of the user's, calibration sees English prose, other languages and code in turn, and
-    `drawn_windows` windows that the model writes itself, in its chat form where it has one.
+    `drawn_windows` windows that the model writes itself, in its chat form where it has one. `held_out_tokens` are run
+    besides, of the text that is left.
 
     The reference is the training-time forward of a PIT checkpoint (`reference` names it where `checkpoint` is
     folded), or transformers' forward of a plain one.
@@ -108,7 +113,8 @@ def calibrate(
         others = [_windows(tokenizer, t, rows) for t in (calibration_text(), other_text())]
         ids = _in_turn([*others, drawn])
     moment, probabilities = _statistics(opened, ids, checkpoint.table_rows, progress)
-    return Calibration(golden, moment, probabilities, ids)
+    held_out = _held_out(opened, ids, held_out_tokens, progress) if held_out_tokens else None
+    return Calibration(golden, moment, probabilities, ids, held_out)
 
 
 def _windows(tokenizer: Any, text: str, rows: int) -> list[list[int]]:
@@ -204,6 +210,21 @@ def _statistics(
     progress("calibrate", len(windows), len(windows))
     count = sum(map(len, windows))
     return moment / count, probabilities / count
+
+
+def _held_out(runtime: TorchRuntime, ids: list[int], tokens: int, progress: Progress) -> np.ndarray:
+    """The states of windows that `_statistics` leaves out, spread evenly over the text."""
+    from pit_deploy.quantize.hessians import calibration_windows, other_windows
+
+    size = min(WINDOW, runtime.context_length)
+    left = [id for window in other_windows(ids, tokens=CALIBRATION_TOKENS, window=size) for id in window]
+    windows = calibration_windows(left, tokens=tokens, window=size) if left else []
+    states = []
+    for number, window in enumerate(windows):
+        progress("hold out", number, len(windows))
+        states.append(runtime.final_states(window)[0].astype(np.float32))
+    progress("hold out", len(windows), len(windows))
+    return np.concatenate(states) if states else np.zeros((0, runtime.model.config.hidden_size), np.float32)
 
 
 def _float32_difference(runtime: TorchRuntime, golden: GoldenRecord) -> float:

@@ -87,21 +87,21 @@ def draw_positions(
     the upper edge.
     """
     low, high = limits or log_limits(values, gate)
-    _shade_prompts(axes, prompt_lengths, len(values))
+    shade_prompts(axes, prompt_lengths, len(values))
     shown = _worst_of_each(values)
     x, y = shown, values[shown]
     differs = np.zeros(len(x), bool) if agrees is None else ~np.asarray(agrees, bool)[shown]
     finite = np.isfinite(y)
-    _dots(axes, x, y.clip(low, high), finite & ~differs, "o", 2.6, "data", None)
-    _dots(axes, x, y.clip(low, high), finite & differs, "^", 5.5, "bad", "another token is largest")
-    _dots(axes, x, np.full(len(x), high), ~finite, "X", 6, "bad", "not finite")
+    dots(axes, x, y.clip(low, high), finite & ~differs, "o", 2.6, "data", None)
+    dots(axes, x, y.clip(low, high), finite & differs, "^", 5.5, "bad", "another token is largest")
+    dots(axes, x, np.full(len(x), high), ~finite, "X", 6, "bad", "not finite")
     _gate_line(axes, gate, gate_label, low, high)
     axes.set_xlim(-0.01 * len(values) - 0.5, 1.01 * len(values) - 0.5)
     axes.xaxis.set_major_locator(_ticker().MaxNLocator(6, integer=True))
     axes.set_xlabel("position")
-    _log_axis(axes.yaxis, low, high)
+    log_axis(axes.yaxis, low, high)
     axes.set_ylabel(label)
-    _legend(axes)
+    legend(axes)
 
 
 def draw_histogram(axes: Axes, values: np.ndarray, *, label: str, gate: float | None = None) -> None:
@@ -112,11 +112,11 @@ def draw_histogram(axes: Axes, values: np.ndarray, *, label: str, gate: float | 
     axes.hist(finite.clip(edges[0], edges[-1]), bins=edges.tolist(), color=COLOURS["data"])
     if gate is not None:
         axes.axvline(gate, color=COLOURS["gate"], linestyle="--", linewidth=1.2, label="gate")
-    _log_axis(axes.xaxis, low, high)
+    log_axis(axes.xaxis, low, high)
     axes.yaxis.set_major_locator(_ticker().MaxNLocator(5, integer=True))
     axes.set_xlabel(label)
     axes.set_ylabel("positions")
-    _legend(axes)
+    legend(axes)
 
 
 def draw_layers(
@@ -133,13 +133,13 @@ def draw_layers(
             number, drawn, marker=marker, markersize=3.5, linewidth=1.2, color=COLOURS[colour], label=name
         )
         bad = None if name == "largest" and not np.isfinite(median).all() else "not finite"
-        _dots(axes, number, np.full(len(number), high), ~finite, "X", 6, "bad", bad)
+        dots(axes, number, np.full(len(number), high), ~finite, "X", 6, "bad", bad)
     _gate_line(axes, gate, "gate of the median", low, high)
     axes.xaxis.set_major_locator(_ticker().MaxNLocator(8, integer=True))
     axes.set_xlabel("layers run (0: the embedding)")
-    _log_axis(axes.yaxis, low, high)
+    log_axis(axes.yaxis, low, high)
     axes.set_ylabel("relative error")
-    _legend(axes)
+    legend(axes)
 
 
 def draw_sizes(axes: Axes, names: Sequence[str], parts: Sequence[Mapping[str, int]]) -> None:
@@ -159,7 +159,7 @@ def draw_sizes(axes: Axes, names: Sequence[str], parts: Sequence[Mapping[str, in
     axes.grid(False)
     axes.xaxis.set_major_locator(_ticker().MaxNLocator(5))
     axes.set_xlabel("MB")
-    _legend(axes)
+    legend(axes)
 
 
 def log_limits(*values: np.ndarray | float | None) -> tuple[float, float]:
@@ -253,7 +253,7 @@ def _worst_of_each(values: np.ndarray) -> np.ndarray:
     return np.array([run[badness[run].argmax()] for run in runs])
 
 
-def _shade_prompts(axes: Axes, prompt_lengths: Sequence[int], positions: int) -> None:
+def shade_prompts(axes: Axes, prompt_lengths: Sequence[int], positions: int) -> None:
     start = 0
     for number, length in enumerate(prompt_lengths, 1):
         if number % 2 == 0:
@@ -266,7 +266,7 @@ def _shade_prompts(axes: Axes, prompt_lengths: Sequence[int], positions: int) ->
         start += length
 
 
-def _dots(
+def dots(
     axes: Axes,
     x: np.ndarray,
     y: np.ndarray,
@@ -296,7 +296,7 @@ def _gate_line(axes: Axes, gate: float | None, label: str, low: float, high: flo
         axes.axhline(gate, color=COLOURS["gate"], linestyle="--", linewidth=1.2, label=label)
 
 
-def _log_axis(axis: Any, low: float, high: float) -> None:
+def log_axis(axis: Any, low: float, high: float) -> None:
     axis.axes.set(**{f"{axis.axis_name}scale": "log", f"{axis.axis_name}lim": (low, high)})
     axis.set_major_locator(_ticker().LogLocator(numticks=7))
     axis.set_minor_locator(_ticker().NullLocator())
@@ -307,7 +307,7 @@ def _power(value: float, _: int) -> str:
     return "10" + str(round(np.log10(value))).translate(_SUPERSCRIPT)
 
 
-def _legend(axes: Axes) -> None:
+def legend(axes: Axes) -> None:
     if axes.get_legend_handles_labels()[1]:
         axes.legend(
             loc="lower left",

@@ -28,13 +28,21 @@ class RopeConfig:
     max_position_embeddings: int
 
     @classmethod
-    def from_hf(cls, raw: Mapping[str, Any], full: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    def from_hf(
+        cls, raw: Mapping[str, Any], full: Mapping[str, Any], head_dim: int, layer_type: str | None = None
+    ) -> RopeConfig:
         """Read both spellings: `rope_scaling` with `type` or `rope_type`, and `rope_parameters`.
 
         `raw` is the user's config.json, `full` the same with defaults. Where both fields are there, transformers
         takes `rope_scaling`; both are read, and refused where they rotate differently. Raises `InputError` for
         that, for an unknown kind and for a missing or misplaced number.
+
+        A family whose config has parameters by layer type gets those of `layer_type` (transformers has put the older
+        spelling, `rope_local_base_freq`, into the same form).
         """
+        by_type = full.get("rope_parameters") or {}
+        if isinstance(by_type.get(layer_type), Mapping):
+            return cls._read(by_type[layer_type], {}, full, head_dim)
         given = [raw[name] for name in ("rope_scaling", "rope_parameters") if raw.get(name)]
         first, *others = [cls._read(part, raw, full, head_dim) for part in given or [{}]]
         for other in others:

@@ -1,4 +1,9 @@
-"""Write a random Llama of 1.3 billion parameters, tensor by tensor: `python -m runtime_tests.large_llama OUT`."""
+"""Write a random Llama of 1.3 billion parameters, tensor by tensor.
+
+    python -m runtime_tests.large_llama OUT [LAYERS]
+
+With fewer than its 26 layers it is a smaller one, from which time and memory can be told in advance.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +29,7 @@ SIZES = dict(
 )
 
 
-def write(out: Path) -> None:
+def write(out: Path, layers: int = SIZES["num_hidden_layers"]) -> None:
     out.mkdir()
     tokens = write_tokenizer(out)
     config = {
@@ -34,6 +39,7 @@ def write(out: Path) -> None:
         "eos_token_id": tokens - 2,
         "bos_token_id": tokens - 1,
         **SIZES,
+        "num_hidden_layers": layers,
     }
     (out / "config.json").write_text(json.dumps(config))
     shapes = DecoderConfig.from_hf(config).backbone_shapes()
@@ -50,4 +56,4 @@ def write(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), *map(int, sys.argv[2:3]))

@@ -6,7 +6,7 @@ where the cache is kept (`coreml_cache`) and how matrices are stored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -82,8 +82,12 @@ class DecoderGraph:
         for layer in range(self.config.num_hidden_layers):
             prefix = f"model.layers.{layer}"
             mixed = self._attention(layer, self._norm(x, f"{prefix}.input_layernorm"), step)
+            if self.config.sandwich_norms:
+                mixed = self._norm(mixed, f"{prefix}.post_attention_layernorm")
             x = mb.add(x=x, y=mixed)
-            mlp = self._mlp(f"{prefix}.mlp", self._norm(x, f"{prefix}.post_attention_layernorm"))
+            mlp = self._mlp(f"{prefix}.mlp", self._norm(x, f"{prefix}.{self.config.mlp_norm}"))
+            if self.config.sandwich_norms:
+                mlp = self._norm(mlp, f"{prefix}.post_feedforward_layernorm")
             x = mb.add(x=x, y=mlp, name=names[layer + 1])
         if self.picks_token(tokens):
             x = self.layout.tokens(x, given["last"], "last_token")
@@ -91,18 +95,21 @@ class DecoderGraph:
 
     def _step(self, given: Mapping[str, Value], positions: Value, tokens: int) -> _Step:
         keys = self.cache.begin(given, tokens)
-        cos, sin = self.config.rope.tables(self.cache.length)
         rows = self.cache.table_rows(positions)
-        tables = {"rotary.cos": np.concatenate([cos, cos], 1), "rotary.sin": np.concatenate([-sin, sin], 1)}
-        rotary = []
-        for name, values in tables.items():
-            table = self.graph.constant(name, partial(np.asarray, values))
-            found = mb.gather(
-                x=table, indices=rows, axis=0, validate_indices=False, name=identifier(f"{name}_rows")
-            )
-            rotary.append(found)
+        rotary = {}
+        for local, rope in self.config.ropes.items():
+            cos, sin = rope.tables(self.cache.length)
+            prefix = "rotary.local" if local else "rotary"
+            tables = {"cos": np.concatenate([cos, cos], 1), "sin": np.concatenate([-sin, sin], 1)}
+            rotary[local] = [self._rows(f"{prefix}.{kind}", values, rows) for kind, values in tables.items()]
         masks = {w: self._mask(keys, positions, w) for w in dict.fromkeys(self.config.sliding_windows)}
-        return _Step(rotary[0], rotary[1], masks)
+        return _Step(rotary, masks)
+
+    def _rows(self, name: str, values: np.ndarray, rows: Value) -> Value:
+        table = self.graph.constant(name, partial(np.asarray, values))
+        return mb.gather(
+            x=table, indices=rows, axis=0, validate_indices=False, name=identifier(f"{name}_rows")
+        )
 
     def _mask(self, keys: Value, positions: Value, window: int | None) -> Value:
         """What is added to the scores, [groups * tokens, keys]: 0, or a large finite negative number."""
@@ -137,7 +144,7 @@ class DecoderGraph:
             if config.qk_norm and kind != "v":
                 gain = self._gain(f"{name}.{kind}_norm", (config.head_dim,))
                 y = rms_norm(self.graph, y, gain, config.rms_norm_eps, -1, identifier(f"{name}.{kind}_norm"))
-            parts[kind] = y if kind == "v" else self._rotated(y, step)
+            parts[kind] = y if kind == "v" else self._rotated(y, step.rotary[config.is_local(layer)])
         key, value = self.cache.append(layer, parts["k"], parts["v"])
         mixed = self._attend(parts["q"], key, value, step.masks[config.sliding_windows[layer]])
         return self._linear(
@@ -148,7 +155,7 @@ class DecoderGraph:
             config.o_bias,
         )
 
-    def _rotated(self, x: Value, step: _Step) -> Value:
+    def _rotated(self, x: Value, rotary: Sequence[Value]) -> Value:
         """Pairs `(i, i + head_dim / 2)` turned by the angles of their positions."""
         _, heads, tokens, dim = x.shape
         halves = [
@@ -156,7 +163,8 @@ class DecoderGraph:
             for start in (0, dim // 2)
         ]
         swapped = mb.concat(values=halves[::-1], axis=3)
-        return mb.add(x=mb.mul(x=x, y=step.cos), y=mb.mul(x=swapped, y=step.sin))
+        cos, sin = rotary
+        return mb.add(x=mb.mul(x=x, y=cos), y=mb.mul(x=swapped, y=sin))
 
     def _attend(self, q: Value, key: Value, value: Value, mask: Value) -> Value:
         """Softmax attention, [1, heads, tokens, head_dim].
@@ -167,13 +175,22 @@ class DecoderGraph:
         _, heads, tokens, dim = q.shape
         groups = heads // config.num_key_value_heads
         q = mb.reshape(x=q, shape=[1, config.num_key_value_heads, groups * tokens, dim])
-        if self.spec.fused_attention:
+        if self.spec.fused_attention and config.attention_softcap is None:
+            if config.attention_scale != dim**-0.5:  # the operator itself divides by the root of dim
+                q = mb.mul(x=q, y=self.graph.number(config.attention_scale * dim**0.5))
             mixed = mb.scaled_dot_product_attention(query=q, key=key, value=value, attn_mask=mask)
         else:
-            q = mb.mul(x=q, y=self.graph.number(dim**-0.5))
-            scores = mb.add(x=mb.matmul(x=q, y=key, transpose_y=True), y=mask)
+            q = mb.mul(x=q, y=self.graph.number(config.attention_scale))
+            scores = self._capped(mb.matmul(x=q, y=key, transpose_y=True), config.attention_softcap)
+            scores = mb.add(x=scores, y=mask)
             mixed = mb.matmul(x=mb.softmax(x=scores, axis=-1), y=value)
         return mb.reshape(x=mixed, shape=[1, heads, tokens, dim])
+
+    def _capped(self, x: Value, softcap: float | None) -> Value:
+        if softcap is None:
+            return x
+        divided = mb.mul(x=x, y=self.graph.number(1 / softcap))
+        return mb.mul(x=mb.tanh(x=divided), y=self.graph.number(softcap))
 
     def _mlp(self, name: str, n: Value) -> Value:
         inner, outer, bias = self.config.intermediate_size, self.config.hidden_size, self.config.mlp_bias
@@ -189,6 +206,8 @@ class DecoderGraph:
         matrix = self._tables.embedding_map if isinstance(self._tables, SharedTable) else None
         if matrix is not None:
             rows = mb.linear(x=rows, weight=self.graph.constant("pit.embedding_map", lambda: matrix.T))
+        if self.config.embedding_scale is not None:
+            rows = mb.mul(x=rows, y=self.graph.number(self.config.embedding_scale))
         return self.layout.from_rows(rows, name)
 
     def _logits(self, n: Value) -> Value:
@@ -207,6 +226,7 @@ class DecoderGraph:
             weight = self.graph.constant(name, partial(self._encoded_table, stored, "head", start, end))
             parts.append(self.layout.linear(n, weight, None, "head" if whole else f"head_{start}"))
         joined = parts[0] if len(parts) == 1 else mb.concat(values=parts, axis=self.layout.feature_axis)
+        joined = self._capped(joined, self.config.logit_softcap)
         if self.spec.tokenizer_length == rows:
             return self.layout.to_rows(joined, "logits")
         bias = np.zeros(rows)
@@ -261,8 +281,8 @@ class DecoderGraph:
 class _Step:
     """What all layers share of the new tokens: rotary rows [tokens, head_dim], masks by sliding window."""
 
-    cos: Value
-    sin: Value
+    rotary: Mapping[bool, Sequence[Value]]
+    """cos and sin by whether a layer is local."""
     masks: Mapping[int | None, Value]
 
 

@@ -17,9 +17,10 @@ from torch.export import Dim, ExportedProgram
 from pit_deploy.decoder import Decoder, Pieces
 from pit_deploy.runtimes.executorch_package import without_output
 from pit_export.executorch_passes import shared_passes
-from pit_export.executorch_pieces import CUSTOM, CustomForward, Forward
+from pit_export.executorch_pieces import CUSTOM, LINEAR, CustomForward, Forward, LinearForward
 
 _XNNPACK = "XnnpackBackend"
+_TAG = "delegation_tag"
 EXAMPLE_TOKENS = 7
 """Length that is traced; it stands for all."""
 _DATA_MOVING = ("getitem", "alloc", "view", "executorch_call_delegate")
@@ -36,6 +37,8 @@ class Profile:
     """Whether it needs the kernels of `extension/llm/custom_ops`, which a small runtime lacks."""
     backend: str | None = None
     """Name of the delegate at run time."""
+    free_length: bool = True
+    """Whether S is free; otherwise it is 1, and a prefill is that many steps."""
 
 
 def _xnnpack() -> list[Any]:
@@ -46,15 +49,37 @@ def _xnnpack() -> list[Any]:
 
 
 def _coreml() -> list[Any]:
+    import coremltools as ct
+    from executorch.backends.apple.coreml.compiler import CoreMLBackend
     from executorch.backends.apple.coreml.partition import CoreMLPartitioner
 
-    return [CoreMLPartitioner()]
+    # In float16, its default, the square in a norm overflows, and the logits are wrong without a sign of it.
+    specs = CoreMLBackend.generate_compile_specs(
+        compute_precision=ct.precision.FLOAT32, minimum_deployment_target=ct.target.iOS18
+    )
+    return [CoreMLPartitioner(compile_specs=specs)]
 
 
 def _vulkan() -> list[Any]:
     from executorch.backends.vulkan.partitioner.vulkan_partitioner import VulkanPartitioner
 
-    return [VulkanPartitioner({"require_dynamic_shapes": True})]
+    class TensorPartitioner(VulkanPartitioner):
+        """Vulkan's without delegates of sizes alone, which it proposes and then cannot lower."""
+
+        def partition(self, exported_program: ExportedProgram) -> Any:
+            result = super().partition(exported_program)
+            nodes: dict[str, list[Any]] = {}
+            for node in exported_program.graph.nodes:
+                if node.op == "call_function" and _TAG in node.meta:
+                    nodes.setdefault(node.meta[_TAG], []).append(node)
+            for tag, members in nodes.items():
+                if not any(isinstance(node.meta.get("val"), torch.Tensor) for node in members):
+                    for node in members:
+                        del node.meta[_TAG]
+                    result.partition_tags.pop(tag)
+            return result
+
+    return [TensorPartitioner({"require_dynamic_shapes": True})]
 
 
 def _mps() -> list[Any]:
@@ -66,10 +91,10 @@ def _mps() -> list[Any]:
 
 PROFILES: Mapping[str, Profile] = {
     "xnnpack": Profile(CUSTOM, CustomForward, _xnnpack, custom_operators=True, backend=_XNNPACK),
-    "portable": Profile(Pieces(), Forward),
+    "portable": Profile(LINEAR, LinearForward, _xnnpack, backend=_XNNPACK),
     "coreml": Profile(Pieces(), Forward, _coreml, backend="CoreMLBackend"),
     "vulkan": Profile(Pieces(), Forward, _vulkan, backend="VulkanBackend"),
-    "mps": Profile(Pieces(), Forward, _mps, backend="MPSBackend"),
+    "mps": Profile(Pieces(), Forward, _mps, backend="MPSBackend", free_length=False),
 }
 
 
@@ -121,7 +146,7 @@ def _delegated(decoder: Decoder, profile: Profile, metadata: Mapping[str, Any]) 
     from executorch.exir import EdgeCompileConfig, to_edge_transform_and_lower
 
     return to_edge_transform_and_lower(
-        _exported(profile.forward(decoder).eval(), decoder.context_length),
+        _exported(profile.forward(decoder).eval(), decoder.context_length if profile.free_length else 1),
         partitioner=profile.partitioners(),
         constant_methods=dict(metadata),
         compile_config=EdgeCompileConfig(_check_ir_validity=False, _skip_dim_order=True),
@@ -137,13 +162,13 @@ def import_operators(profile: Profile) -> None:
             import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401
 
 
-def _exported(module: nn.Module, context_length: int) -> ExportedProgram:
-    length = Dim("length", min=1, max=context_length)
-    tokens = torch.zeros(1, min(EXAMPLE_TOKENS, context_length), dtype=torch.int64)
+def _exported(module: nn.Module, longest: int) -> ExportedProgram:
+    """`longest` is the most that S may be."""
+    tokens = torch.zeros(1, min(EXAMPLE_TOKENS, longest), dtype=torch.int64)
     example = (tokens, torch.zeros(1, dtype=torch.int64))
-    if context_length == 1:
+    if longest == 1:
         return torch.export.export(module, example)
-    return torch.export.export(module, example, dynamic_shapes=({1: length}, None))
+    return torch.export.export(module, example, dynamic_shapes=({1: Dim("length", min=1, max=longest)}, None))
 
 
 def _operators(program: ExportedProgram) -> Lowered:

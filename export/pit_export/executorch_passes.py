@@ -47,9 +47,11 @@ def shared_passes(*, enabled: bool = True) -> Iterator[PassCounts]:
                 counts.taken_over += 1
                 return template.with_constants_of(program)
             counts.transformed += 1
+            # Noted before the passes: some of them change the graph where it is.
+            handles, inputs = _handles(program), [id(value) for _, value in _constants(program)]
             transformed: ExportedProgram = super().transform()
             if key not in templates:
-                templates[key] = _Template.of(program, transformed)
+                templates[key] = _Template.of(handles, inputs, transformed)
             return transformed
 
     xnnpack_preprocess.XNNPACKPassManager = SharedPassManager
@@ -69,23 +71,22 @@ class PassCounts:
 class _Template:
     """A transformed program, and for each of its constants the place of the same tensor among the inputs."""
 
-    def __init__(
-        self, program: ExportedProgram, transformed: ExportedProgram, places: dict[str, int]
-    ) -> None:
-        self._transformed, self._places = transformed, places
-        self._handles = _handles(program)
+    def __init__(self, handles: list[Any], transformed: ExportedProgram, places: dict[str, int]) -> None:
+        self._handles, self._transformed, self._places = handles, transformed, places
         self._nodes = [(node, node.meta.get(_HANDLE)) for node in transformed.graph.nodes]
 
     @classmethod
-    def of(cls, program: ExportedProgram, transformed: ExportedProgram) -> _Template | None:
-        """None where the passes made a constant of their own, which depends on the values that it was made from."""
-        inputs = [id(value) for _, value in _constants(program)]
+    def of(cls, handles: list[Any], inputs: list[int], transformed: ExportedProgram) -> _Template | None:
+        """`handles` of the nodes and `inputs`, the ids of the constants, as they were before the passes.
+
+        None where the passes made a constant of their own, which depends on the values that it was made from.
+        """
         places = {}
         for target, value in _constants(transformed):
             if id(value) not in inputs:
                 return None
             places[target] = inputs.index(id(value))
-        return cls(program, transformed, places)
+        return cls(handles, transformed, places)
 
     def with_constants_of(self, program: ExportedProgram) -> ExportedProgram:
         """The transformed program for another program of the same structure. The graph itself is shared: it is

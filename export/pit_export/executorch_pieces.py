@@ -7,6 +7,7 @@ exact up to the order of a sum, and neither is felt beside the projections.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ class CustomAttention(nn.Module):
         shape = (1, context_length, config.num_key_value_heads, config.head_dim)
         self.register_buffer("key_cache", torch.zeros(shape))
         self.register_buffer("value_cache", torch.zeros(shape))
-        self.window, self.scale = config.sliding_windows[layer], config.head_dim**-0.5
+        self.window, self.scale = config.sliding_windows[layer], config.attention_scale
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, step: Step) -> Tensor:
         operators = torch.ops.llama
@@ -101,23 +102,40 @@ class Forward(nn.Module):
         return self.decoder.step(input_pos, new)
 
 
-class CustomForward(Forward):
-    """The same with the position as a whole number, as ExecuTorch's operators want it: once a pass."""
+class LinearForward(Forward):
+    """The same with rotation tables over all of a head, which a rotation by matrix reads."""
 
     cos: Tensor
     sin: Tensor
+    local_cos: Tensor | None
+    local_sin: Tensor | None
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
-        for name in ("cos", "sin"):  # over all of a head, which a rotation by matrix reads
-            self.register_buffer(name, torch.cat([getattr(decoder, name)] * 2, -1))
+        for name in ("cos", "sin", "local_cos", "local_sin"):
+            table = getattr(decoder, name)
+            self.register_buffer(name, None if table is None else torch.cat([table] * 2, -1))
+
+    def step(self, input_pos: Tensor, new: int) -> Step:
+        positions = input_pos + torch.arange(new)
+        step = super().step(input_pos, new)._replace(cos=self.cos[positions], sin=self.sin[positions])
+        if self.local_cos is None or self.local_sin is None:
+            return step
+        return step._replace(local_cos=self.local_cos[positions], local_sin=self.local_sin[positions])
+
+
+class CustomForward(LinearForward):
+    """The same with the position as a whole number, as ExecuTorch's operators want it: once a pass."""
 
     def step(self, input_pos: Tensor, new: int) -> Step:
         start: Any = input_pos[0].item()
         torch._check(start >= 0)
         torch._check(start + new <= self.decoder.context_length)
-        cos, sin = self.cos.narrow(0, start, new), self.sin.narrow(0, start, new)
-        return Step(cos, sin, start, self._masks(start, new))
+        rows = [
+            None if table is None else table.narrow(0, start, new)
+            for table in (self.cos, self.sin, self.local_cos, self.local_sin)
+        ]
+        return Step(rows[0], rows[1], start, self._masks(start, new), rows[2], rows[3])
 
     def _masks(self, start: Any, new: int) -> dict[int | None, Tensor]:
         """For layers that see a window only; the others need none."""
@@ -128,7 +146,8 @@ class CustomForward(Forward):
         return {w: ((behind < 0) | (behind >= w)).to(torch.float32) * MASKED_SCORE for w in windows}
 
 
-CUSTOM = Pieces(norm=LinearNorm, attention=CustomAttention, rotation=LinearRotation)
+LINEAR = Pieces(norm=LinearNorm, rotation=LinearRotation)
+CUSTOM = replace(LINEAR, attention=CustomAttention)
 
 
 class QuantizedStore:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,6 +117,28 @@ def test_equals_transformers_in_one_pass_in_chunks_and_token_by_token(name, tiny
     np.testing.assert_allclose(found_states[:-1], states, atol=2e-4)
 
 
+def test_a_norm_bears_an_activation_whose_square_overflows_float16(tiny, program, tmp_path):
+    """One channel of the stream holds it from the embedding on; a prefill and five steps, and every layer."""
+    plain, outlier = tiny("llama", num_hidden_layers=1), 23_800.0  # the sample's largest
+    model = copy.deepcopy(plain.model)
+    gain = outlier / 8  # of the others, so that they count as without the outlier
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 5] = outlier
+        for norm in (model.model.norm, model.model.layers[0].input_layernorm):
+            norm.weight.fill_(gain)[5] = 0.1
+        model.model.layers[0].post_attention_layernorm.weight.fill_(gain)[5] = 0.1
+    model.save_pretrained(tmp_path)
+    held = replace(plain, model=model, path=tmp_path)
+    states, expected = held.reference()
+    assert np.abs(states[-1]).max() >= outlier and expected.std() > 0.2
+    runtime = program(held, logits="all")
+    found, places = steps(runtime, held.ids, 35, *[1] * 5)
+    np.testing.assert_allclose(found, expected[places], atol=1e-3)
+    found_states, _ = runtime.hidden_states(held.ids)
+    others = np.arange(64) != 5
+    np.testing.assert_allclose(found_states[0][:, others], states[0][:, others], atol=1e-6)
+
+
 def test_portable_profile_equals_transformers(tiny, program):
     model = tiny("llama", num_hidden_layers=1)
     _, expected = model.reference()
@@ -168,6 +191,21 @@ def test_int8_computes_with_those_codes(int8, tiny):
     found, places = steps(int8, ids, 33, *[1] * 7)
     difference = np.array(found)[:, :120] - expected[places][:, :120]
     assert np.linalg.norm(difference) < 0.05 * np.linalg.norm(expected[places][:, :120])
+
+
+def test_int8_gives_the_same_in_one_pass_and_token_by_token(int8, tiny):
+    """Up to the steps of rounded activations, which the order of a sum may tip: float32's tolerance is 2e-4."""
+    ids = tiny("llama", num_hidden_layers=4).ids
+    whole = [int8_logits(int8, ids[:n]) for n in (1, 20, 40)]
+    found, _ = steps(int8, ids, *[1] * 40)
+    scale = np.abs(whole[-1]).max()
+    np.testing.assert_allclose([found[n - 1][:120] for n in (1, 20, 40)], whole, atol=2e-2 * scale)
+    int8.reset()
+
+
+def int8_logits(runtime, ids):
+    runtime.reset()
+    return runtime.prefill(ids)[:120]
 
 
 def test_ids_without_a_token_are_masked(int8):

@@ -89,24 +89,26 @@ class ContribOperators(Operators):
         self, layer: int, projections: Sequence[ir.Value], past: Sequence[ir.Value]
     ) -> list[ir.Value]:
         config, name = self.config, f"model.layers.{layer}.self_attn"
-        inside = self._rotates_inside()
+        inside, rotation = self._rotates_inside(), self.rotations[config.is_local(layer)]
         if len(projections) == 1:
             queries: list[ir.Value | None] = [projections[0], None, None]
         elif inside:
             queries = list(projections)
         else:
             q, k, v = projections
-            queries = [self._rotate(q, f"{name}.q_rotated"), self._rotate(k, f"{name}.k_rotated"), v]
-        rotation = [self.cos, self.sin] if inside else []
+            queries = [
+                self._rotate(x, rotation, f"{name}.{kind}_rotated") for x, kind in ((q, "q"), (k, "k"))
+            ] + [v]
         return self.graph.op_outputs(
             "GroupQueryAttention",
-            [*queries, *past, self.last, self.total, *rotation],
+            [*queries, *past, self.last, self.total, *(rotation if inside else [])],
             name,
             [name, f"present.{layer}.key", f"present.{layer}.value"],
             domain=CONTRIB,
             num_heads=config.num_attention_heads,
             kv_num_heads=config.num_key_value_heads,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap or 0.0,
             do_rotary=int(inside),
             rotary_interleaved=0,
             local_window_size=config.sliding_windows[layer] or -1,
@@ -116,10 +118,8 @@ class ContribOperators(Operators):
         """GroupQueryAttention rotates heads whose width is a multiple of 16; others are rotated before it."""
         return self.config.head_dim % 16 == 0
 
-    def _rotate(self, x: ir.Value, name: str) -> ir.Value:
-        return self.graph.op(
-            "RotaryEmbedding", [x, self.position_ids, self.cos, self.sin], name, domain=CONTRIB
-        )
+    def _rotate(self, x: ir.Value, rotation: Sequence[ir.Value], name: str) -> ir.Value:
+        return self.graph.op("RotaryEmbedding", [x, self.position_ids, *rotation], name, domain=CONTRIB)
 
 
 class _QuantizedTable(Table):
@@ -133,7 +133,7 @@ class _QuantizedTable(Table):
         self._scales = store_scales(self._graph, table, name)
 
     def rows(self, ids: ir.Value, output: str) -> ir.Value:
-        layout, name = self._layout, self._name
+        layout = self._layout
         padded = layout.padded_columns != layout.columns
         gathered = self._graph.op(
             "GatherBlockQuantized",
@@ -142,7 +142,7 @@ class _QuantizedTable(Table):
                 ids,
                 *self._scales,
             ],
-            f"{name}.gather",
+            f"{output}.gather",
             output=None if padded else output,
             domain=CONTRIB,
             bits=layout.bits,
@@ -159,7 +159,9 @@ class _QuantizedTable(Table):
         return self._operators.matmul_nbits(x, layout, [codes, *self._scales], name, output)
 
     def _code_view(self, name: str, *shape: int) -> ir.Value:
-        return self._graph.initializer(f"{self._name}.{name}", self._codes, ir.DataType.UINT8, shape)
+        name = f"{self._name}.{name}"
+        made = self._graph.find(name)
+        return made or self._graph.initializer(name, self._codes, ir.DataType.UINT8, shape)
 
 
 def store_scales(graph: GraphBuilder, weight: QuantizedTensor, name: str) -> list[ir.Value]:

@@ -9,11 +9,13 @@ import onnx_ir as ir
 
 from pit_deploy.architecture import DecoderConfig
 from pit_deploy.folding import SharedTable, Tables
+from pit_deploy.quantize import QuantizedTensor
 from pit_deploy.quantize.plan import QuantizationPlan
 from pit_deploy.runtimes.onnxruntime import LAST_POSITION
 from pit_export.backbone import Backbone
 from pit_export.onnx_graph import GraphBuilder
-from pit_export.onnx_operators import Encoded, Operators, Table, stack_rows
+from pit_export.onnx_nested import NestedTable
+from pit_export.onnx_operators import Encoded, Operators, Table, masked, stack_rows
 
 EMBEDDING = "model.embed_tokens.weight"
 MASKED_LOGIT = -1e9
@@ -47,16 +49,20 @@ class DecoderGraph:
         pasts = [self._past(layer) for layer in range(layers)]
         self.operators.prepare(ids, mask)
         embedding, head = self._tables(tables)
-        x = embedding(ids, names[0])
+        x = self._embedded(embedding, ids, names[0])
         presents: list[ir.Value] = []
         first = "model.layers.0.input_layernorm"
-        n = self.operators.norm(x, self._gain(first), first)
+        n = self._norm(x, first)
         for layer in range(layers):
             prefix = f"model.layers.{layer}"
             y, key, value = self._attention(layer, n, pasts[layer])
             presents += [key, value]
-            n, x = self._add_norm(y, x, f"{prefix}.post_attention_layernorm", f"{prefix}.attention_residual")
+            if self.config.sandwich_norms:
+                y = self._norm(y, f"{prefix}.post_attention_layernorm")
+            n, x = self._add_norm(y, x, f"{prefix}.{self.config.mlp_norm}", f"{prefix}.attention_residual")
             y = self._mlp(f"{prefix}.mlp", n)
+            if self.config.sandwich_norms:
+                y = self._norm(y, f"{prefix}.post_feedforward_layernorm")
             following = f"model.layers.{layer + 1}.input_layernorm" if layer + 1 < layers else "model.norm"
             n, x = self._add_norm(y, x, following, names[layer + 1])
         if last_only:
@@ -64,6 +70,13 @@ class DecoderGraph:
         self._logits(n, head, tokenizer_length, last_only=last_only)
         for present in presents:
             graph.output(present, ir.DataType.FLOAT, self.cache_shape("total_sequence_length"))
+
+    def _embedded(self, embedding: _Embedding, ids: ir.Value, output: str) -> ir.Value:
+        scale = self.config.embedding_scale
+        if scale is None:
+            return embedding(ids, output)
+        rows = embedding(ids, "embedding.unscaled")
+        return self.graph.op("Mul", [rows, self.graph.scalar(scale)], output)
 
     def _past(self, layer: int) -> list[ir.Value]:
         names = (f"past_key_values.{layer}.{kind}" for kind in ("key", "value"))
@@ -79,14 +92,28 @@ class DecoderGraph:
         graph, operators = self.graph, self.operators
         if not isinstance(tables, SharedTable):
             embedding = operators.table(self._table(tables.embedding, EMBEDDING), EMBEDDING)
-            return embedding.rows, lambda n, output: operators.linear(
-                n, self._table(tables.head, "lm_head.weight"), "lm_head", output=output
-            )
+            return embedding.rows, self._own_head(tables.head)
         plain = tables.head_map is None and tables.embedding_map is None
         name = EMBEDDING if plain else "pit.table"
-        table = operators.table(self._table(tables.table, name), name)
+        encoded, nested = self._table(tables.table, name), self._plan.nested
+        if nested is not None and isinstance(encoded, QuantizedTensor):
+            table: Table = NestedTable(operators, encoded, nested, name)
+        else:
+            table = operators.table(encoded, name)
         embed = _mapped_rows(graph, table, tables.embedding_map)
         return embed, _mapped_product(graph, table, tables.head_map)
+
+    def _own_head(self, table: np.ndarray) -> _Head:
+        def head(n: ir.Value, output: str, mask: ir.Value | None) -> ir.Value:
+            encoded = self._table(table, "lm_head.weight")
+            return masked(
+                self.graph,
+                lambda name: self.operators.linear(n, encoded, "lm_head", output=name),
+                mask,
+                output,
+            )
+
+        return head
 
     def _table(self, table: np.ndarray, name: str) -> Encoded:
         return self._plan.encode(name, table, "tables")
@@ -120,20 +147,30 @@ class DecoderGraph:
         return self._linear(self.graph.op("Mul", [gate, up], f"{name}.gated"), f"{name}.down_proj", bias)
 
     def _logits(self, n: ir.Value, head: _Head, tokenizer_length: int, *, last_only: bool) -> None:
-        rows = self.config.vocab_size
+        rows, mask = self.config.vocab_size, None
         if tokenizer_length < rows:
             bias = np.zeros(rows, np.float32)
             bias[tokenizer_length:] = MASKED_LOGIT
-            logits = self.graph.op(
-                "Add", [head(n, "logits.unmasked"), self.graph.weight("logits.mask", bias)], "logits"
-            )
-        else:
-            logits = head(n, "logits")
+            mask = self.graph.weight("logits.mask", bias)
+        softcap = self.config.logit_softcap
+        logits = head(n, "logits", mask) if softcap is None else self._capped(n, head, mask, softcap)
         length: int | str = 1 if last_only else "sequence_length"
         self.graph.output(logits, ir.DataType.FLOAT, ["batch_size", length, rows])
 
+    def _capped(self, n: ir.Value, head: _Head, mask: ir.Value | None, softcap: float) -> ir.Value:
+        graph, cap = self.graph, self.graph.scalar(softcap)
+        # The mask is added on both sides of the cap: a shortlist is chosen before it, and it undoes the mask.
+        divided = graph.op("Div", [head(n, "logits.uncapped", mask), cap], "logits.divided")
+        capped = graph.op("Tanh", [divided], "logits.tanh")
+        if mask is None:
+            return graph.op("Mul", [capped, cap], "logits")
+        return graph.op("Add", [graph.op("Mul", [capped, cap], "logits.unmasked"), mask], "logits")
+
     def _linear(self, x: ir.Value, name: str, has_bias: bool) -> ir.Value:
         return self.operators.linear(x, self._matrix(name), name, self._bias(name, has_bias))
+
+    def _norm(self, x: ir.Value, name: str) -> ir.Value:
+        return self.operators.norm(x, self._gain(name), name)
 
     def _add_norm(self, y: ir.Value, x: ir.Value, name: str, total: str) -> tuple[ir.Value, ir.Value]:
         return self.operators.add_norm(y, x, self._gain(name), name, total)
@@ -149,7 +186,8 @@ class DecoderGraph:
 
 
 _Embedding = Callable[[ir.Value, str], ir.Value]
-_Head = Callable[[ir.Value, str], ir.Value]
+_Head = Callable[[ir.Value, str, ir.Value | None], ir.Value]
+"""Of the final state, the name of the logits, and the mask of ids without a token where there are such."""
 
 
 def _mapped_rows(graph: GraphBuilder, table: Table, embedding_map: np.ndarray | None) -> _Embedding:
@@ -165,11 +203,10 @@ def _mapped_rows(graph: GraphBuilder, table: Table, embedding_map: np.ndarray | 
 
 
 def _mapped_product(graph: GraphBuilder, table: Table, head_map: np.ndarray | None) -> _Head:
-    if head_map is None:
-        return table.product
-    stored = graph.weight("pit.head_map", head_map.T.astype(np.float32))
+    stored = None if head_map is None else graph.weight("pit.head_map", head_map.T.astype(np.float32))
 
-    def head(n: ir.Value, output: str) -> ir.Value:
-        return table.product(graph.op("MatMul", [n, stored], "pit.head_map.product"), output)
+    def head(n: ir.Value, output: str, mask: ir.Value | None) -> ir.Value:
+        x = n if stored is None else graph.op("MatMul", [n, stored], "pit.head_map.product")
+        return table.logits(graph, x, mask, output)
 
     return head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -50,6 +50,19 @@ class Table(ABC):
     def product(self, x: ir.Value, output: str) -> ir.Value:
         """`x tableᵀ`: [batch, sequence, hidden_size] to [batch, sequence, vocab_size]."""
 
+    def logits(self, graph: GraphBuilder, x: ir.Value, mask: ir.Value | None, output: str) -> ir.Value:
+        """The product, plus `mask` [vocab_size] where there is one."""
+        return masked(graph, lambda name: self.product(x, name), mask, output)
+
+
+def masked(
+    graph: GraphBuilder, product: Callable[[str], ir.Value], mask: ir.Value | None, output: str
+) -> ir.Value:
+    """Logits named `output`: those of `product`, which takes their name, plus `mask` where there is one."""
+    if mask is None:
+        return product(output)
+    return graph.op("Add", [product(f"{output}.all"), mask], output)
+
 
 class Operators(ABC):
     """Writes the parts of a decoder into a graph, in the operators of one profile.
@@ -61,8 +74,17 @@ class Operators(ABC):
 
     def __init__(self, graph: GraphBuilder, config: DecoderConfig, context_length: int) -> None:
         self.graph, self.config = graph, config
-        cos, sin = config.rope.tables(context_length)
-        self.cos, self.sin = graph.weight("rotary.cos", cos), graph.weight("rotary.sin", sin)
+        self.rotations = {
+            local: [
+                graph.weight(f"{'rotary.local' if local else 'rotary'}.{kind}", table)
+                for kind, table in tables
+            ]
+            for local, tables in (
+                (local, zip(("cos", "sin"), rope.tables(context_length), strict=True))
+                for local, rope in config.ropes.items()
+            )
+        }
+        """cos and sin [context_length, head_dim / 2], by whether a layer is local."""
 
     @abstractmethod
     def prepare(self, ids: ir.Value, mask: ir.Value) -> None:

@@ -87,8 +87,9 @@ class StandardOperators(Operators):
     ) -> list[ir.Value]:
         config, name = self.config, f"model.layers.{layer}.self_attn"
         q, k, v = projections
-        q = self._rotate(q, config.num_attention_heads, f"{name}.q_rotated")
-        k = self._rotate(k, config.num_key_value_heads, f"{name}.k_rotated")
+        rotation = self.rotations[config.is_local(layer)]
+        q = self._rotate(q, rotation, config.num_attention_heads, f"{name}.q_rotated")
+        k = self._rotate(k, rotation, config.num_key_value_heads, f"{name}.k_rotated")
         return self.graph.op_outputs(
             "Attention",
             [q, k, v, self._masks[config.sliding_windows[layer]], *past],
@@ -96,13 +97,12 @@ class StandardOperators(Operators):
             [name, f"present.{layer}.key", f"present.{layer}.value"],
             q_num_heads=config.num_attention_heads,
             kv_num_heads=config.num_key_value_heads,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale,
+            softcap=config.attention_softcap or 0.0,
         )
 
-    def _rotate(self, x: ir.Value, heads: int, name: str) -> ir.Value:
-        return self.graph.op(
-            "RotaryEmbedding", [x, self.cos, self.sin, self.position_ids], name, num_heads=heads
-        )
+    def _rotate(self, x: ir.Value, rotation: Sequence[ir.Value], heads: int, name: str) -> ir.Value:
+        return self.graph.op("RotaryEmbedding", [x, *rotation, self.position_ids], name, num_heads=heads)
 
 
 class _QuantizedTable(Table):

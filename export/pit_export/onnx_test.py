@@ -38,6 +38,26 @@ CASES = {
         dict(use_sliding_window=True, sliding_window=7, max_window_layers=1),
     ),
     "qwen3": ("qwen3", dict(head_dim=32)),
+    "gemma": ("gemma", dict(head_dim=32, num_key_value_heads=1)),
+    "gemma2": (
+        "gemma2",
+        dict(
+            head_dim=32,
+            sliding_window=7,
+            query_pre_attn_scalar=24,
+            attn_logit_softcapping=4.0,
+            final_logit_softcapping=5.0,
+        ),
+    ),
+    "gemma3": (
+        "gemma3_text",
+        dict(
+            head_dim=32,
+            sliding_window=7,
+            query_pre_attn_scalar=24,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
     "linear": ("llama", dict(**ROPE, rope_scaling=dict(rope_type="linear", factor=4.0))),
     "llama3": (
         "llama",

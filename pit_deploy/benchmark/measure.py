@@ -141,8 +141,8 @@ def measure_speed(
     bandwidth: list[float] = []
     failed: str | None = None
     stage, done = f"speed, {_threads(specs)}", 0
-    questions = list(_questions(settings))
-    total = settings.repeats * len(questions)
+    figures_asked = list(questions(settings))
+    total = settings.repeats * len(figures_asked)
     for round_number in range(settings.repeats):
         workers: dict[str, WorkerProcess] = {}
         with ExitStack() as stack:
@@ -153,7 +153,7 @@ def measure_speed(
             asked = _Asked(candidates, workers, runs, settings)
             asked.each("open", lambda worker, figures, ids: worker.ask("open"))
             asked.each("warm up", lambda worker, figures, ids: worker.ask("prefill", ids=ids))
-            for what, size in questions:
+            for what, size in figures_asked:
                 progress(stage, done, total)
                 asked.each(what, _question(what, size, settings.new_tokens))
                 if failed is None:
@@ -188,7 +188,7 @@ class _Asked:
                     figures.error = f"{what}: {error}"
 
 
-def _questions(settings: Settings) -> Iterator[tuple[str, int]]:
+def questions(settings: Settings) -> Iterator[tuple[str, int]]:
     yield from (("prefill", tokens) for tokens in settings.prompt_tokens)
     yield from (("decode", depth) for depth in settings.depths)
 

@@ -149,8 +149,23 @@ class Decode(_Part):
     """`weight_bytes_per_token` times the median, by the largest bandwidth measured at this number of threads."""
 
 
+class Thermal(_Part):
+    """How warm a device was, and what its clocks followed."""
+
+    governor: Name | None
+    """Of the processor's clocks; several where cores differ, null where the device does not tell."""
+    zone: Name | None
+    """The zone that showed the temperatures, the warmest of the processor's; null where none can be read."""
+    degrees_before: Samples | None
+    """Celsius at the start of each round, after cooling down."""
+    degrees_after: Samples | None
+    """Celsius at its end."""
+
+
 class Run(_Part):
     """The figures of one subject at one number of threads."""
+
+    model_config = ConfigDict(json_schema_serialization_defaults_required=False)
 
     threads: Count
     """CPU threads."""
@@ -167,6 +182,8 @@ class Run(_Part):
     """By length of the prompt."""
     decode: tuple[Decode, ...]
     """By depth."""
+    thermal: Thermal | None = None
+    """Of a device; null or absent elsewhere."""
 
 
 class Quality(_Part):
@@ -275,17 +292,17 @@ def schema_text() -> str:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": f"A {FORMAT} report, format version {FORMAT_VERSION}",
     }
-    return json.dumps(head | _plain(schema), indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(head | plain_schema(schema), indent=2, ensure_ascii=False) + "\n"
 
 
-def _plain(node: Any, properties: bool = False) -> Any:
+def plain_schema(node: Any, properties: bool = False) -> Any:
     """A copy without pydantic's titles and defaults, which repeat names and differ between its versions."""
     if isinstance(node, list):
-        return [_plain(item) for item in node]
+        return [plain_schema(item) for item in node]
     if not isinstance(node, dict):
         return node
     dropped = () if properties else ("title", "default")
-    plain = {k: _plain(v, k in ("properties", "$defs")) for k, v in node.items() if k not in dropped}
+    plain = {k: plain_schema(v, k in ("properties", "$defs")) for k, v in node.items() if k not in dropped}
     if not properties and isinstance(plain.get("description"), str):
         plain["description"] = " ".join(plain["description"].split())
     return plain

@@ -73,11 +73,11 @@ def bench(
     figures made so far and the reason; a peer that cannot be made at all is named in `notes`. Raises
     `InputError` before anything runs where the options cannot hold.
     """
-    settings = _settings(threads or DEFAULT_THREADS, prompt_tokens, depths, new_tokens, repeats, against)
+    settings = make_settings(threads or DEFAULT_THREADS, prompt_tokens, depths, new_tokens, repeats, against)
     text = evaluation_text()
     candidates = bundle_candidates(bundles, text)
     needed = max(max(settings.prompt_tokens), max(settings.depths) + settings.new_tokens)
-    _check_context(candidates, settings, needed)
+    check_context(candidates, settings, needed)
     machine = _machine()
     notes = _notes(settings, machine)
     reference = Bundle.open(candidates[0].path)
@@ -95,7 +95,7 @@ def bench(
         made, reason = _made(makers[peer])
         candidates += made
         notes += [f"{peer} was not measured: {reason}"] if reason else []
-    _check_context(candidates, settings, needed)
+    check_context(candidates, settings, needed)
     room = candidates[0].context_length
     measured: dict[tuple[str, int], Figures] = {}
     bandwidth: dict[int, list[float]] = {}
@@ -107,8 +107,8 @@ def bench(
         golden = reference.path if reference.manifest.golden and count == settings.threads[0] else None
         bandwidth[count], failed = measure_speed(candidates, specs, runs, settings, golden, progress)
         notes += [f"bandwidth with {count} threads was not measured: {failed}"] if failed else []
-    notes += _disturbed([figures.other_cores for figures in measured.values()])
-    return _report(candidates, measured, bandwidth, settings, machine, notes, reference)
+    notes += disturbed([figures.other_cores for figures in measured.values()])
+    return make_report(candidates, measured, bandwidth, settings, machine, notes, reference)
 
 
 def _made(make: Callable[[], list[Candidate]]) -> tuple[list[Candidate], str | None]:
@@ -121,7 +121,7 @@ def _made(make: Callable[[], list[Candidate]]) -> tuple[list[Candidate], str | N
         return [], str(error)
 
 
-def _settings(
+def make_settings(
     threads: Sequence[int],
     prompt_tokens: Sequence[int],
     depths: Sequence[int],
@@ -156,7 +156,7 @@ def _settings(
     )
 
 
-def _check_context(candidates: Sequence[Candidate], settings: Settings, needed: int) -> None:
+def check_context(candidates: Sequence[Candidate], settings: Settings, needed: int) -> None:
     for candidate in candidates:
         if candidate.context_length < needed:
             longest, deepest = max(settings.prompt_tokens), max(settings.depths)
@@ -179,7 +179,7 @@ def _notes(settings: Settings, machine: Machine) -> list[str]:
     return notes
 
 
-def _disturbed(other_cores: Sequence[float | None]) -> list[str]:
+def disturbed(other_cores: Sequence[float | None]) -> list[str]:
     worst = max((cores for cores in other_cores if cores is not None), default=0.0)
     if worst <= MOST_OTHER_CORES:
         return []
@@ -188,7 +188,7 @@ def _disturbed(other_cores: Sequence[float | None]) -> list[str]:
     ]
 
 
-def _report(
+def make_report(
     candidates: Sequence[Candidate],
     measured: Mapping[tuple[str, int], Figures],
     bandwidth: Mapping[int, list[float]],
@@ -221,7 +221,7 @@ def _report(
             )
         )
     return BenchReport(
-        created_by=_versions(),
+        created_by=versions(),
         machine=machine,
         settings=settings,
         bandwidth=tuple(
@@ -343,7 +343,7 @@ def _processor() -> str | None:
     return names[0] if names and names[0] else None
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in ("pit-deploy", "numpy", "onnxruntime", "onnxruntime-genai", "xllamacpp"):
         try:

@@ -347,7 +347,7 @@ def test_few_repeats_are_noted(fake: type[FakeWorker], bundle: Path) -> None:
 
 
 def test_the_text_is_repeated_where_it_is_short() -> None:
-    settings = benchmark._settings([1], [8], [0], 3, 5, [])
+    settings = benchmark.make_settings([1], [8], [0], 3, 5, [])
     candidate = Candidate("a", "bundle", Path(), "", 0, 0, None, 64, [1, 2, 3])
     assert benchmark_measure.text_ids(candidate, settings) == [1, 2, 3, 1, 2, 3, 1, 2]
     with pytest.raises(InputError, match="no ids"):

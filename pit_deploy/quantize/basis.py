@@ -41,6 +41,7 @@ def quantization_basis(
     embedding_weight: float = 0.3,
     rotation_seed: int | None = 0,
     row_second_moment: np.ndarray | None = None,
+    leading: int | None = None,
 ) -> Basis:
     """The basis that minimises the expected noise of head and embedding under blockwise rounding.
 
@@ -58,6 +59,10 @@ def quantization_basis(
     gives it; None counts all rows alike (G is then a multiple of the identity). With it C and D become
     G^(1/2) C and G^(1/2) D above, and A is multiplied by G^(-1/2) from the left.
 
+    `leading` sorts the basis in two: of all bases, the first so many columns then carry the most of the logits, and
+    the noise is least among the bases that do so. (With U the eigenvectors of C Cᵀ by falling eigenvalue and K the
+    weighted sum above, A is U times the blocks (U₁ᵀ K U₁)^(1/4) R₁ and (U₂ᵀ K U₂)^(1/4) R₂.)
+
     Raises `InputError` for wrong shapes, numbers that are not finite, a
     moment that is not positive semidefinite, negative weights, or maps so singular that A has no inverse.
     """
@@ -73,26 +78,48 @@ def quantization_basis(
             f"head_weight {head_weight} and embedding_weight {embedding_weight} must be finite, not negative "
             f"and not both zero."
         )
-    rows_root, rows_root_inverse = _row_roots(row_second_moment, size)
+    rows_root, rows_root_inverse = row_roots(row_second_moment, size)
+    if leading is not None and not 0 < leading < size:
+        raise InputError(
+            f"leading is {leading}; a table of {size} columns has 1 to {size - 1} of them in front."
+        )
     head = noise_factor(head_map, state_second_moment)
     target = np.zeros((size, size))
     for weight, factor in ((head_weight, head), (embedding_weight, embedding_map.astype(np.float64))):
         if weight > 0:
             factor = rows_root @ factor
             target += (weight / _nuclear_norm(factor) ** 2) * (factor @ factor.T)
-    values, vectors = np.linalg.eigh(target)
-    if not values[0] > np.finfo(np.float64).eps * size * values[-1]:
-        raise InputError(
-            f"The quantisation basis is singular: eigenvalues from {values[0]:.3g} to {values[-1]:.3g}; "
-            f"head_map (with head_weight {head_weight}) and embedding_map (with embedding_weight "
-            f"{embedding_weight}) leave directions of the table unused."
+    if leading is None:
+        blocks = [np.eye(size)]
+    else:
+        sorted_vectors = importance(rows_root @ head)
+        blocks = [sorted_vectors[:, :leading], sorted_vectors[:, leading:]]
+    matrices, inverses = [], []
+    for number, block in enumerate(blocks):
+        values, vectors = np.linalg.eigh(block.T @ target @ block)
+        if not values[0] > np.finfo(np.float64).eps * size * values[-1]:
+            raise InputError(
+                f"The quantisation basis is singular: eigenvalues from {values[0]:.3g} to {values[-1]:.3g}; "
+                f"head_map (with head_weight {head_weight}) and embedding_map (with embedding_weight "
+                f"{embedding_weight}) leave directions of the table unused."
+            )
+        columns = len(values)
+        rotation = (
+            np.eye(columns) if rotation_seed is None else random_rotation(columns, rotation_seed + number)
         )
-    rotation = np.eye(size) if rotation_seed is None else random_rotation(size, rotation_seed)
-    quarter = (values / values[-1]) ** 0.25
-    return Basis(
-        matrix=rows_root_inverse @ (vectors * quarter) @ (vectors.T @ rotation),
-        inverse=(rotation.T @ vectors / quarter) @ vectors.T @ rows_root,
-    )
+        quarter = (values / values[-1]) ** 0.25
+        matrices.append(rows_root_inverse @ block @ (vectors * quarter) @ (vectors.T @ rotation))
+        inverses.append((rotation.T @ vectors / quarter) @ vectors.T @ block.T @ rows_root)
+    return Basis(matrix=np.hstack(matrices), inverse=np.vstack(inverses))
+
+
+def importance(factor: np.ndarray) -> np.ndarray:
+    """The eigenvectors of `factor factorᵀ` [d, d] as columns, by falling eigenvalue.
+
+    With `factor = G^(1/2) C` (see `quantization_basis`) the projection onto the first r of them is what a table of
+    rank r can keep of the logits.
+    """
+    return np.linalg.eigh(factor @ factor.T)[1][:, ::-1]
 
 
 def token_second_moment(
@@ -167,7 +194,7 @@ def apply_basis(
     )
 
 
-def _row_roots(row_second_moment: np.ndarray | None, size: int) -> tuple[np.ndarray, np.ndarray]:
+def row_roots(row_second_moment: np.ndarray | None, size: int) -> tuple[np.ndarray, np.ndarray]:
     """G^(1/2) and G^(-1/2), for G with mean eigenvalue 1: its scale has no part in the basis."""
     if row_second_moment is None:
         return np.eye(size), np.eye(size)

@@ -49,12 +49,23 @@ def calibration_windows(ids: Sequence[int], *, tokens: int = TOKENS, window: int
 
     A text shorter than a window is one window. Raises `InputError` for an empty text.
     """
+    return _spread(ids, tokens, window)[0]
+
+
+def other_windows(ids: Sequence[int], *, tokens: int, window: int = WINDOW) -> list[list[int]]:
+    """The windows of a text that `calibration_windows` with the same arguments leaves out."""
+    return _spread(ids, tokens, window)[1]
+
+
+def _spread(ids: Sequence[int], tokens: int, window: int) -> tuple[list[list[int]], list[list[int]]]:
     if not ids:
         raise InputError("the calibration text has no tokens; give a longer one.")
     size = min(window, len(ids))
     cut = len(ids) // size
     count = min(cut, max(1, tokens // size))
-    return [list(ids[n * size : (n + 1) * size]) for n in np.linspace(0, cut - 1, count).astype(int)]
+    chosen = np.linspace(0, cut - 1, count).astype(int).tolist()
+    windows = [list(ids[n * size : (n + 1) * size]) for n in range(cut)]
+    return [windows[n] for n in chosen], [windows[n] for n in sorted(set(range(cut)) - set(chosen))]
 
 
 def held_out_windows(ids: Sequence[int], *, every: int, window: int = WINDOW) -> tuple[list[int], list[int]]:

@@ -157,7 +157,9 @@ def rotated(model: FoldedModel, *, block: int | None = ROTATION_BLOCK, seed: int
         tables.head_map is not None and tables.embedding_map is not None
     )
     stream = heads = None
-    if mapped:
+    if (
+        mapped and not config.sandwich_norms
+    ):  # a norm with a gain before a sum doesn't commute with a rotation
         stream = _rotation(config.hidden_size, block, seed)
     heads = _rotation(config.head_dim, block, seed + 1)
     if stream is None and heads is None:

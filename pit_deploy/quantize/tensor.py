@@ -92,6 +92,29 @@ class QuantizedTensor:
             self, codes=self.codes[rows], scales=self.scales[rows], zero_points=zero_points
         )
 
+    def column_block(self, start: int, stop: int) -> QuantizedTensor:
+        """The tensor of the columns from `start` to before `stop`, which are whole blocks (the last may be padded).
+
+        Raises `InputError` for a border inside a block.
+        """
+        size = self.block_size
+        if not 0 <= start < stop <= self.columns or start % size or (stop % size and stop != self.columns):
+            raise InputError(
+                f"columns {start} to {stop} cannot be cut out of {self.columns} in blocks of {size}; borders must lie "
+                f"between blocks."
+            )
+        blocks = slice(start // size, -(-stop // size))
+        columns = slice(start, blocks.stop * size)
+        points = None if self.zero_points is None else np.ascontiguousarray(self.zero_points[:, blocks])
+        return QuantizedTensor(
+            np.ascontiguousarray(self.codes[:, columns]),
+            np.ascontiguousarray(self.scales[:, blocks]),
+            points,
+            self.bits,
+            size,
+            stop - start,
+        )
+
     def dequantize(self, dtype: Any = np.float32) -> np.ndarray:
         """The float matrix [rows, columns], computed in float32 and cast to `dtype`."""
         out = np.empty(self.shape, dtype=dtype)

@@ -20,11 +20,13 @@ __all__ = [
 ]
 
 FIT = {
-    "onnx": ("onnxruntime",),
-    "executorch": ("executorch",),
+    "onnx": ("onnxruntime", "onnxruntime-web", "chromium", "arm64-onnxruntime", "adb"),
+    "executorch": ("executorch", "arm64-executorch"),
     "coreml": ("mil", "coreml"),
 }
-"""Runtimes that open a bundle, by the manifest's `runtime`; the first is the usual one."""
+"""Runtimes that open a bundle, by the manifest's `runtime`; the first is the usual one. After a colon some take more:
+`arm64-onnxruntime:cortex-a72`, `adb:SERIAL`."""
+TAKE_MORE = ("arm64-onnxruntime", "arm64-executorch", "adb")
 
 
 def open_runtime(
@@ -36,8 +38,9 @@ def open_runtime(
     change the text.
     """
     fit = FIT.get(bundle.manifest.runtime, ())
-    name = name or _usual(bundle.manifest.runtime)
-    if name not in fit:
+    name = name or _usual(bundle.manifest.runtime) or ""
+    family = name.partition(":")[0]
+    if name not in fit and (family not in fit or family not in TAKE_MORE):
         known = ", ".join(other for names in FIT.values() for other in names)
         advice = f"use {' or '.join(fit)}" if fit else f"known runtimes are {known}"
         raise InputError(f"the runtime {name!r} cannot open this {bundle.manifest.runtime} bundle; {advice}.")
@@ -56,6 +59,18 @@ def open_runtime(
         from pit_deploy.runtimes.coreml import CoreMLRuntime
 
         return CoreMLRuntime(bundle)
+    if family in ("arm64-onnxruntime", "arm64-executorch"):
+        from pit_deploy.runtimes.arm64 import open_arm64
+
+        return open_arm64(bundle, name, threads=threads)
+    if family == "adb":
+        from pit_deploy.runtimes.adb_runtime import open_device
+
+        return open_device(bundle, name.partition(":")[2] or None, threads=threads)
+    if name in ("onnxruntime-web", "chromium"):
+        from pit_deploy.runtimes.browser import BrowserRuntime
+
+        return BrowserRuntime(bundle, name, threads)
     from pit_deploy.runtimes.onnxruntime import OnnxRuntime, check_external_data
 
     check_external_data(bundle)
@@ -66,8 +81,11 @@ def open_runtime(
     return OnnxRuntime.open(bundle.path, bundle.manifest, threads)
 
 
-TEXT_FIT = {"executorch-runner": "executorch"}
+TEXT_FIT = {"genai": "onnx", "executorch-runner": "executorch", "transformers.js": "onnx"}
 """Stock runners, which give only text, and the bundles that they open."""
+
+TEXT_KERNELS = {"genai": "onnxruntime", "executorch-runner": "executorch", "transformers.js": "chromium"}
+"""The runtime of ours that computes with the same kernels as a stock runner."""
 
 
 def open_text_runtime(bundle: Bundle, name: str, *, threads: int | None = None) -> TextRuntime:
@@ -75,6 +93,14 @@ def open_text_runtime(bundle: Bundle, name: str, *, threads: int | None = None) 
     if TEXT_FIT.get(name) != bundle.manifest.runtime:
         raise InputError(f"the runtime {name!r} cannot open this {bundle.manifest.runtime} bundle.")
     check_threads(threads)
+    if name == "genai":
+        from pit_deploy.runtimes.genai import GenaiTextRunner
+
+        return GenaiTextRunner(bundle)
+    if name == "transformers.js":
+        from pit_deploy.runtimes.browser_text import TransformersJsRunner
+
+        return TransformersJsRunner(bundle, threads)
     from pit_deploy.runtimes.executorch_text import ExecutorchTextRunner
 
     return ExecutorchTextRunner(bundle, threads)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,11 +11,12 @@ import numpy as np
 from pit_deploy.bundle import Bundle
 from pit_deploy.errors import InputError, PitDeployError, RuntimeDiedError
 from pit_deploy.manifest import CoreMLFunction
+from pit_deploy.runtimes.child_process import ChildProcess
 from pit_deploy.runtimes.coreml_sequence import CoreMLSequence
-from pit_deploy.runtimes.coreml_worker import receive, send
 
 LOAD_SECONDS, CALL_SECONDS = 900.0, 300.0
 """Core ML compiles a program for the machine when it is loaded, the Neural Engine's part slowly."""
+_ADVICE = "try --profile cpu_gpu, or verify with --runtime mil"
 WORKER = (sys.executable, "-m", "pit_deploy.runtimes.coreml_worker")
 
 
@@ -54,8 +50,7 @@ class CoreMLRuntime(CoreMLSequence):
         }
         self._passed = {s.name: s for s in bundle.manifest.states if s.output is not None}
         self._caches: dict[str, np.ndarray] = {}
-        self._process: subprocess.Popen[bytes] | None = None
-        self._errors: Any = None
+        self._process: ChildProcess | None = None
         self.clear()
 
     def call(self, function: CoreMLFunction, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -75,77 +70,26 @@ class CoreMLRuntime(CoreMLSequence):
         """End the child process."""
         process, self._process = self._process, None
         if process is not None:
-            assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            process.stdout.close()
-        if self._errors is not None:
-            self._errors.close()
-            self._errors = None
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            self.close()
+            process.close()
 
     def _start(self) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
-        self._process = subprocess.Popen(
-            self._worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors
+        self._process = ChildProcess(
+            self._worker, label="Core ML", subject=str(self.bundle.path), advice=_ADVICE
         )
         self._ask(self._request, {}, "loading the program", LOAD_SECONDS)
 
     def _ask(
         self, message: Mapping[str, Any], arrays: Mapping[str, np.ndarray], what: str, seconds: float
     ) -> dict[str, np.ndarray]:
-        process = self._process
-        if process is None:
+        if self._process is None:
             raise PitDeployError(
                 f"Core ML's process for {self.bundle.path} has ended; reset starts another one."
             )
-        assert process.stdin is not None and process.stdout is not None
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            process.kill()
-
-        timer = threading.Timer(seconds, end)
-        timer.start()
         try:
-            send(process.stdin, message, arrays)
-            head, found = receive(process.stdout)
-        except (EOFError, BrokenPipeError, ValueError) as error:
-            raise self._died(
-                process, what, f"did not answer within {seconds:g} s" if late.is_set() else ""
-            ) from error
-        finally:
-            timer.cancel()
-        if not head["ok"]:
-            raise PitDeployError(
-                f"Core ML failed while {what} of {self.bundle.path}: {' '.join(head['error'].split())[:300]}; check "
-                f"the bundle with pit-deploy verify --runtime mil."
-            )
-        return found
-
-    def _died(self, process: subprocess.Popen[bytes], what: str, how: str) -> RuntimeDiedError:
-        process.kill()
-        status = process.wait()
-        printed = ""
-        if self._errors is not None:
-            self._errors.seek(0)
-            lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
-            printed = f"; its last words: {lines[-1][:200]}" if lines else ""
-        self.close()
-        return RuntimeDiedError(
-            f"The process that runs Core ML {how or _ending(status)} while {what} of {self.bundle.path}{printed}; "
-            f"try --profile cpu_gpu, or verify with --runtime mil.",
-            status,
-        )
+            return self._process.ask(message, arrays, what=what, seconds=seconds)[1]
+        except RuntimeDiedError:
+            self._process = None
+            raise
 
 
 def check_system() -> None:
@@ -154,10 +98,3 @@ def check_system() -> None:
         raise InputError(
             f"Core ML is part of macOS and this is {sys.platform}; use --runtime mil, which evaluates the program here."
         )
-
-
-def _ending(status: int) -> str:
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was ended by the signal {signal.Signals(-status).name}"
-    return f"ended with status {status}"

@@ -16,6 +16,8 @@ from pit_deploy.runtimes.onnxruntime import resident_bytes
 
 METHOD = "forward"
 _PORTABLE = "executorch.extension.pybindings.portable_lib"
+_DELEGATES = {"coreml": "CoreMLBackend", "mps": "MPSBackend", "vulkan": "VulkanBackend"}
+"""What a program of a profile needs and not every build of ExecuTorch has."""
 
 
 class ExecutorchRuntime:
@@ -40,8 +42,10 @@ class ExecutorchRuntime:
 
     @classmethod
     def open(cls, directory: Path | str, manifest: Manifest, threads: int | None = None) -> ExecutorchRuntime:
-        """Open the program of a bundle. Raises `BundleError` where it is not what its manifest says."""
+        """Open the program of a bundle. Raises `BundleError` where it is not what its manifest says, and `InputError`
+        where its profile needs a delegate that is not there."""
         path = Path(directory) / manifest.model_file
+        check_delegate(path, manifest.profile)
         make = FullExecutorchRuntime if manifest.hidden_states else ExecutorchRuntime
         runtime = make(path, manifest.context_length, manifest.vocab_size, threads)
         check_program(runtime._module, path, manifest)
@@ -118,6 +122,16 @@ def import_kernels() -> Any:
     return portable
 
 
+def check_delegate(path: Path, profile: str) -> None:
+    """Raise `InputError` where the delegate of a program's profile is not in this ExecuTorch."""
+    needed, present = _DELEGATES.get(profile), import_kernels()._get_registered_backend_names()
+    if needed is not None and needed not in present:
+        raise InputError(
+            f"{path} was lowered for {needed}, and ExecuTorch {_version()} on this machine has "
+            f"{', '.join(sorted(present))}; run it on a device that has it, or export with --profile xnnpack."
+        )
+
+
 def open_program(path: Path, threads: int | None = None) -> Any:
     """Open a .pte; `threads` holds for the whole process.
 
@@ -127,6 +141,7 @@ def open_program(path: Path, threads: int | None = None) -> Any:
     with without_output():
         if threads is not None:
             portable._unsafe_reset_threadpool(threads)
+        portable._threadpool_get_thread_count()  # makes the pool, with its remarks about the processor, now
         try:
             module = portable._load_for_executorch(str(path))
             if METHOD in module.method_names():

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
 
 LAST_POSITION = "last_position"
 """The node of an exported graph that keeps the last position; without it the logits are those of all."""
+SHORTLIST = "shortlist"
+"""The node of a nested head that chooses the ids whose logits are finished; other graphs have none."""
+_SHORTLISTED_TOKENS = 32
+"""Positions of one pass where all logits of a nested head are asked for: each gathers rows of the table."""
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -129,11 +134,21 @@ class OnnxRuntime:
         check_room(self, ids)
         if self._probe is None:
             self._probe = self._open(probe_model(self.model_path, self._hidden_states))
-        tokens = np.array([ids], np.int64)
-        feeds = {"input_ids": tokens, "attention_mask": np.ones_like(tokens)}
-        feeds |= {name: _empty(shape) for name, _, shape in _states(self._probe)}
-        values: list[np.ndarray] = self._guarded(lambda: self._probe.run(outputs, feeds))
-        return [value[0] for value in values]
+            nodes = load_model(self.model_path).graph.node
+            self._shortlists = any(node.name == SHORTLIST for node in nodes)
+        states = _states(self._probe)
+        past = {name: _empty(shape) for name, _, shape in states}
+        names = [*outputs, *(present for _, present, _ in states)] if self._shortlists else outputs
+        step = _SHORTLISTED_TOKENS if self._shortlists else len(ids)
+        parts: list[list[np.ndarray]] = []
+        for start in range(0, len(ids), step):
+            tokens = np.array([ids[start : start + step]], np.int64)
+            mask = np.ones([1, start + tokens.shape[1]], np.int64)
+            feeds = {"input_ids": tokens, "attention_mask": mask, **past}
+            values: list[np.ndarray] = self._guarded(partial(self._probe.run, names, feeds))
+            parts.append([value[0] for value in values[: len(outputs)]])
+            past = dict(zip(past, values[len(outputs) :], strict=False))
+        return [np.concatenate(values) for values in zip(*parts, strict=True)]
 
     def _guarded(self, run: Callable[[], Any]) -> Any:
         """What `run` gives; raises `PitDeployError` where ONNX Runtime fails in it."""

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from pit_deploy.checkpoint import Checkpoint
 from pit_deploy.errors import InputError
 from pit_deploy.folding import FoldedModel, SharedTable, UntiedTables
-from pit_deploy.model import PITForCausalLM, build_backbone, embedding_scale, quiet
+from pit_deploy.model import PITForCausalLM, build_backbone, embedding_scale, quiet, set_embedding_scale_
 from pit_deploy.runtimes.base import check_room
 
 
@@ -169,6 +169,7 @@ def open_plain(checkpoint: Checkpoint, *, context_length: int | None = None) -> 
             f"{checkpoint.label}: transformers cannot load this checkpoint: {reason[:300]}"
         ) from error
     model, info = loaded
+    set_embedding_scale_(model, checkpoint.config)
     missing = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if missing:
         raise InputError(

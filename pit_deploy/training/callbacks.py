@@ -7,12 +7,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from pit_deploy.errors import InputError
 from pit_deploy.progress import Progress
-from pit_deploy.training.optimizers import interface_of
+from pit_deploy.training.optimizers import cholesky_gradient, interface_of, set_cholesky_, whole_cholesky
 from pit_deploy.training.stiefel import local_rows, project_to_tangent_, retract_
+from pit_deploy.training.table_step import pull_back_, split_
 
 
 class StayOnManifold(TrainerCallback):
@@ -37,6 +39,50 @@ class StayOnManifold(TrainerCallback):
                 retract_(rows, group)
             except ValueError as error:
                 raise InputError(f"Training failed at step {state.global_step + 1}: {error}.") from error
+
+
+class StepTable(TrainerCallback):
+    """Before a step the memory's gradient becomes that of the table `Z T`; after it the stepped table is split.
+
+    In between the memory is zero, so that the optimiser leaves its step there. `raw_cholesky` belongs to none of the
+    optimiser's groups: its gradient is part of the table's, and the split sets it.
+    """
+
+    def __init__(self) -> None:
+        self._before: torch.Tensor | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        set_cholesky_(interface_of(model), whole_cholesky(interface_of(model)))
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        interface = interface_of(model)
+        if interface.memory.grad is None:
+            return
+        rows, group = local_rows(interface.memory.detach())
+        gradient, _ = local_rows(interface.memory.grad)
+        cholesky, own = whole_cholesky(interface), cholesky_gradient(interface)
+        try:
+            pull_back_(gradient, rows, cholesky, own, group)
+        except ValueError as error:
+            raise InputError(f"Training failed at step {state.global_step + 1}: {error}.") from error
+        self._before = rows.clone()
+        rows.zero_()
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        if self._before is None:
+            return
+        interface = interface_of(model)
+        rows, group = local_rows(interface.memory.detach())
+        try:
+            cholesky = split_(rows, self._before, whole_cholesky(interface), group)
+        except ValueError as error:
+            raise InputError(f"Training failed at step {state.global_step + 1}: {error}.") from error
+        self._before = None
+        set_cholesky_(interface, cholesky)
 
 
 class Log(TrainerCallback):

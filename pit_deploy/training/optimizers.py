@@ -110,6 +110,7 @@ def parameter_groups(
     weight_decay: float,
     transform_rate: float | None = None,
     optimizer: str = "adamw",
+    as_table: bool = False,
 ) -> list[dict[str, Any]]:
     """Groups of everything that is trained, each with `name`, `lr`, `weight_decay` and `method`.
 
@@ -138,12 +139,11 @@ def parameter_groups(
     if interface is not None:
         rates |= _interface_rates(interface, learning_rate, interface_rate, transform_rate, optimizer)
     methods = {**dict.fromkeys(parts, "adamw"), "transform": "direction"}
-    import os
-
-    if os.environ.get("TDIR"):
-        methods["transform"] = "direction"
     if optimizer == "muon":
         methods |= {"matrices": "muon", "memory": "stiefel"}
+    if as_table:
+        parts["transform"] = []
+        rates["memory"] = interface_rate
     decayed = ("matrices", "table")
     return [
         {
@@ -190,3 +190,22 @@ def whole_cholesky(interface: Any) -> torch.Tensor:
     from pit_deploy.interface import raw_to_cholesky
 
     return raw_to_cholesky(whole(interface.raw_cholesky.detach()), interface.cholesky_anchor)
+
+
+@torch.no_grad()
+def cholesky_gradient(interface: Any) -> torch.Tensor:
+    """The gradient by `L` [d, d] from that by its raw form, which must count from `L` itself (see `set_cholesky_`)."""
+    raw = whole(interface.raw_cholesky.grad)
+    slope = -torch.expm1(-interface.cholesky_anchor)  # of softplus, where it has the anchor's value
+    return torch.tril(raw, -1) + torch.diag(torch.diagonal(raw) / slope)
+
+
+@torch.no_grad()
+def set_cholesky_(interface: Any, cholesky: torch.Tensor) -> None:
+    """Make `cholesky` [d, d] the `L` of the interface; its raw form counts from it."""
+    from pit_deploy.interface import cholesky_to_raw
+    from pit_deploy.training.annealing import copy_
+
+    raw, anchor = cholesky_to_raw(cholesky.to(interface.cholesky_anchor.dtype))
+    copy_(interface.raw_cholesky, raw)
+    interface.cholesky_anchor.copy_(anchor)

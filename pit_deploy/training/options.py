@@ -28,7 +28,8 @@ class TrainingOptions:
 
     `learning_rate` is the backbone's peak; `interface_rate` that of the token table which the interface stands
     for (None: the same), see `optimizers`; `memory_decay` the exponent of the schedule for `Z`. `steps` None is one
-    pass over the text. `accumulate` micro-batches of `batch_size` blocks, on each process, make one step.
+    pass over the text. `interface_step` is `table` (Z and T as one, the default of AdamW; see `table_step`) or `apart`.
+    `accumulate` micro-batches of `batch_size` blocks, on each process, make one step.
     """
 
     steps: int | None = None
@@ -44,6 +45,7 @@ class TrainingOptions:
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
     optimizer: str = "adamw"
+    interface_step: str | None = None
     memory: str | None = None
     anneal_bridge: int | None = None
     scale: float | None = None
@@ -82,6 +84,7 @@ class TrainingOptions:
         choices: dict[str, tuple[str | None, ...]] = {
             "optimizer": ("adamw", "muon"),
             "memory": (None, "frozen", "stiefel"),
+            "interface_step": (None, "table", "apart"),
             "precision": PRECISIONS,
         }
         for name, allowed in choices.items():
@@ -89,6 +92,13 @@ class TrainingOptions:
                 words = " or ".join(c for c in allowed if c)
                 raise InputError(f"{_flag(name)} {getattr(self, name)} is not known; choose {words}.")
         self._check_combinations()
+
+    @property
+    def steps_table(self) -> bool:
+        """Whether a trained `Z` is stepped together with `T`."""
+        if self.interface_step is None:
+            return self.optimizer == "adamw" and self.transform_rate is None
+        return self.interface_step == "table"
 
     def _check_combinations(self) -> None:
         if self.adapter and self.lora is None:
@@ -99,6 +109,19 @@ class TrainingOptions:
             )
         if self.lora is not None and self.fsdp:
             raise InputError("--lora trains few weights and --fsdp spreads many; give one of them.")
+        if self.interface_step == "table":
+            if self.optimizer == "muon":
+                raise InputError(
+                    "--interface-step table is for --optimizer adamw; with muon Z and T are stepped apart."
+                )
+            if self.memory == "frozen":
+                raise InputError(
+                    "--interface-step table moves Z and --memory frozen does not; give one of them."
+                )
+            if self.transform_rate is not None:
+                raise InputError(
+                    "--transform-rate is the step of L by itself; give it with --interface-step apart."
+                )
         if self.optimizer == "muon" and self.fsdp:
             raise InputError(
                 "--optimizer muon needs whole matrices and --fsdp spreads them; give one of them."

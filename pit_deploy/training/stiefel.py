@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 
 _CHUNK = 8192
+_BAND = 144
+"""Least width of a band of a Gram matrix; narrow products are slow and round badly."""
+
 _NEWTON_LIMIT = 0.5
 """Up to this distance of the Gram matrix from I (Frobenius) the Newton iteration converges in a few steps."""
 
@@ -35,7 +38,7 @@ def local_rows(table: torch.Tensor) -> tuple[torch.Tensor, Any]:
 @torch.no_grad()
 def project_to_tangent_(gradient: torch.Tensor, memory: torch.Tensor, group: Any = None) -> torch.Tensor:
     """`G - Z sym(Zᵀ G)` in place: the part of `gradient` [V, d] along the manifold at `memory` [V, d]."""
-    inner = _inner(memory, gradient, group)
+    inner = inner_product(memory, gradient, group)
     return gradient.addmm_(memory, ((inner + inner.T) / 2).to(memory.dtype), alpha=-1)
 
 
@@ -45,22 +48,22 @@ def retract_(memory: torch.Tensor, group: Any = None) -> torch.Tensor:
 
     Raises ValueError where the columns of `memory` are linearly dependent or not finite.
     """
-    return _multiply_(memory, inverse_root(_inner(memory, memory, group)))
+    return multiply_(memory, inverse_root(gram_of(memory, group)))
 
 
 @torch.no_grad()
 def orthogonalized(update: torch.Tensor, group: Any = None) -> torch.Tensor:
     """The polar factor of `update` [V, d]: the same directions, each of length 1. Missing ones stay missing."""
-    values, vectors = torch.linalg.eigh(_inner(update, update, group))
+    values, vectors = torch.linalg.eigh(gram_of(update, group))
     largest = values[-1].clamp(min=torch.finfo(values.dtype).tiny)
     scale = torch.where(values > _FLOOR**2 * largest, values.clamp(min=1e-300).rsqrt(), 0.0)
-    return _multiply_(update.clone(), (vectors * scale) @ vectors.T)
+    return multiply_(update.clone(), (vectors * scale) @ vectors.T)
 
 
 @torch.no_grad()
 def orthonormality_error(memory: torch.Tensor, group: Any = None) -> float:
     """The largest entry of `|ZᵀZ - I|`."""
-    gram = _inner(memory, memory, group)
+    gram = gram_of(memory, group)
     return float((gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).abs().max())
 
 
@@ -91,7 +94,7 @@ def inverse_root(gram: torch.Tensor) -> torch.Tensor:
     return (vectors * values.rsqrt()) @ vectors.T
 
 
-def _inner(left: torch.Tensor, right: torch.Tensor, group: Any) -> torch.Tensor:
+def inner_product(left: torch.Tensor, right: torch.Tensor, group: Any) -> torch.Tensor:
     """`leftᵀ right` [d, d], summed over chunks of rows and over processes in float64."""
     total = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
     for a, b in zip(left.split(_CHUNK), right.split(_CHUNK), strict=True):
@@ -101,7 +104,21 @@ def _inner(left: torch.Tensor, right: torch.Tensor, group: Any) -> torch.Tensor:
     return total
 
 
-def _multiply_(table: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+def gram_of(table: torch.Tensor, group: Any) -> torch.Tensor:
+    """`tableᵀ table` [d, d] as `inner_product`; blocks above the diagonal are mirrored, not computed (a third less work)."""
+    size = table.shape[1]
+    bands = min(4, max(1, size // _BAND))
+    bounds = [(size * k // bands, size * (k + 1) // bands) for k in range(bands)]
+    total = torch.zeros(size, size, dtype=torch.float64, device=table.device)
+    for rows in table.split(_CHUNK):
+        for low, high in bounds:
+            total[low:high, :high] += rows[:, low:high].T @ rows[:, :high]
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return torch.tril(total) + torch.tril(total, -1).T
+
+
+def multiply_(table: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """`table @ matrix` in place, by chunks of rows: no second table is held."""
     matrix = matrix.to(table.dtype)
     for rows in table.split(_CHUNK):

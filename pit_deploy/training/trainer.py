@@ -23,7 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from pit_deploy.errors import InputError
 from pit_deploy.model import PITForCausalLM
-from pit_deploy.training.callbacks import Log, StayOnManifold
+from pit_deploy.training.callbacks import Log, StayOnManifold, StepTable
 from pit_deploy.training.data import Blocks
 from pit_deploy.training.distributed import (
     Reshard,
@@ -94,6 +94,7 @@ class PITTrainer(Trainer):
                 transform_rate=options.transform_rate,
                 weight_decay=options.weight_decay,
                 optimizer=options.optimizer,
+                as_table=steps_table(self.model, options),
             )
             self.optimizer = PITOptimizer(groups, lr=options.learning_rate)
         return self.optimizer
@@ -235,7 +236,10 @@ def fit(
             place, len(train_blocks), len(eval_blocks), options, saving, last is None and eval_on_start
         )
         manifold: list[TrainerCallback] = [Reshard()] if is_sharded(model) else []
-        manifold += [StayOnManifold()] if interface_of(model) is not None else []
+        if steps_table(model, options):
+            manifold.append(StepTable())
+        elif interface_of(model) is not None:
+            manifold.append(StayOnManifold())
         trainer = PITTrainer(
             model,
             options,
@@ -251,6 +255,12 @@ def fit(
         else:
             trainer.train(resume_from_checkpoint=last)
     return log
+
+
+def steps_table(model: Any, options: TrainingOptions) -> bool:
+    """Whether `Z` and `T` are stepped together (see `table_step`)."""
+    interface = interface_of(model)
+    return interface is not None and interface.memory.requires_grad and options.steps_table
 
 
 def checkpoint_step(path: str | Path) -> int:

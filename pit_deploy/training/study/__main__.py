@@ -14,7 +14,7 @@ from typing import Any
 from pit_deploy.training.study import plan
 from pit_deploy.training.study.runs import Run, execute
 
-STAGES = ("search", "scratch", "continued", "large", "overfitting", "variants", "adaptation", "quantised")
+STAGES = ("search", "scratch", "large", "continued", "variants", "overfitting", "adaptation", "quantised")
 
 
 def main() -> None:

@@ -22,18 +22,18 @@ def search(size: str) -> dict[str, list[Run]]:
     tied, pit = Run(size=size, seed=SEARCH_SEED), Run(size=size, ends="pit", seed=SEARCH_SEED)
     return {
         "tied": [
-            *(replace(tied, std=0.05, rate=rate) for rate in (1e-2, 2e-2, 4e-2)),
+            *(replace(tied, std=0.05, rate=rate) for rate in (1e-2, 2e-2, 3e-2, 4e-2)),
             replace(tied, std=0.02),
             replace(tied, std=0.1, rate=1e-2),
             replace(tied, std=0.05, multiplier=3.0),
             replace(tied, std=0.05, learning_rate=6e-3),
         ],
         "pit": [
-            *(replace(pit, rate=rate) for rate in (2e-2, 4e-2, 8e-2)),
-            replace(pit, rate=1e-1, decay=2.0),
-            replace(pit, scale=0.5, multiplier=0.5),
-            replace(pit, rate=4e-2, multiplier=0.5),
-            replace(pit, rate=4e-2, learning_rate=6e-3),
+            *(replace(pit, rate=rate) for rate in (1e-2, 2e-2, 3e-2, 4e-2)),
+            replace(pit, scale=0.5),
+            replace(pit, scale=0.5, rate=3e-2, multiplier=2.0),
+            replace(pit, multiplier=3.0),
+            replace(pit, learning_rate=6e-3),
         ],
     }
 
@@ -59,14 +59,15 @@ def scratch(best: dict[str, Run], seeds: Sequence[int] = SEEDS) -> dict[str, lis
 def variants(best: dict[str, Run], seeds: Sequence[int] = FEW) -> dict[str, list[Run]]:
     """What each default of PIT is worth, small size: one changed at a time."""
     pit = best["pit"]
+    unit = (128 / 4096) ** 0.5  # what makes T = I
     changed = {
         "Z frozen": replace(pit, memory="frozen"),
-        "no multiplier": replace(pit, multiplier=0.0),
-        "T = I": replace(pit, scale=(128 / 4096) ** 0.5, rate=pit.rate / 4),
+        "Z and T stepped apart": replace(pit, step="apart", rate=2 * pit.rate),
+        "T = I, no multiplier": replace(pit, scale=unit, multiplier=0.0),
         "T = I, no multiplier, Z frozen": replace(
-            pit, scale=(128 / 4096) ** 0.5, rate=pit.rate / 4, multiplier=0.0, memory="frozen"
+            pit, scale=unit, multiplier=0.0, memory="frozen", rate=pit.rate / 4
         ),
-        "Muon": replace(pit, optimizer="muon"),
+        "Muon": replace(pit, optimizer="muon", step="apart", rate=2 * pit.rate),
         "Muon, tied": replace(best["tied"], optimizer="muon"),
     }
     return {name: [replace(run, seed=seed) for seed in seeds] for name, run in changed.items()}
@@ -75,7 +76,7 @@ def variants(best: dict[str, Run], seeds: Sequence[int] = FEW) -> dict[str, list
 def overfitting(best: dict[str, Run], seeds: Sequence[int] = FEW) -> dict[str, list[Run]]:
     """Several passes over a small text."""
     pit = best["pit"]
-    rows = {"tied": best["tied"], "pit": pit, "pit, Z frozen": replace(pit, memory="frozen")}
+    rows = {"tied": best["tied"], "pit": pit}
     return {
         name: [replace(run, seed=seed, corpus="prose", keep=False) for seed in seeds]
         for name, run in rows.items()
@@ -92,7 +93,6 @@ def continued(best: dict[str, Run], seeds: Sequence[int] = FEW, rate: float = 1e
             "stays tied": replace(start, mode="tied"),
             "strict": replace(start, mode="strict", ends="pit"),
             "bridge kept": replace(start, mode="bridge", ends="pit"),
-            "bridge kept, Z frozen": replace(start, mode="bridge", ends="pit", memory="frozen"),
             "bridge annealed": replace(start, mode="bridge", ends="pit", anneal=100),
         }.items():
             rows.setdefault(name, []).append(run)

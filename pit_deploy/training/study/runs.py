@@ -25,7 +25,8 @@ SIZES: dict[str, tuple[int, int]] = {"small": (4096, 128), "large": (8192, 256)}
 
 LAYERS = 2
 STEPS = 200
-BATCH = 8
+BATCHES = {"small": 8, "large": 4}
+"""Blocks of a step."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Run:
     """A model, its ends, and how it is trained. Names of files and rows follow from the fields.
 
     `scale` is that of `T` relative to `√(V/d)`, `multiplier` that of embeddings relative to `V/d` (PIT; 0: none) or
-    to 1 (tied), `std` that of the tied table. `source` is a trained run to go on from, and `mode` how:
+    to 1 (tied), `std` that of the tied table. `step` is how Z and T are stepped: as one `table`, or `apart`. `source` is a trained run to go on from, and `mode` how:
     tied, strict, bridge, anneal; `tune`: as it is, on other text; `lora`: the same by an adapter.
     """
 
@@ -51,6 +52,7 @@ class Run:
     multiplier: float = 1.0
     memory: str = "stiefel"
     optimizer: str = "adamw"
+    step: str = "table"
     source: Run | None = None
     mode: str = ""
     anneal: int | None = None
@@ -198,13 +200,14 @@ def _train(run: Run, cache: Path) -> dict[str, Any]:
         unrelated = (other, next_token_logits(model, other))
     options = TrainingOptions(
         steps=run.steps,
-        batch_size=BATCH,
+        batch_size=BATCHES[run.size],
         learning_rate=run.learning_rate,
         interface_rate=run.rate,
         transform_rate=run.transform,
         memory_decay=run.decay,
         warmup=0.1,
         optimizer=run.optimizer,
+        interface_step="apart" if run.step == "apart" else None,
         eval_every=max(1, run.steps // 5) if run.source is None else 20,
         log_every=10,
         seed=run.seed,
@@ -214,7 +217,7 @@ def _train(run: Run, cache: Path) -> dict[str, Any]:
     result: dict[str, Any] = {
         "run": {k: v for k, v in dataclasses.asdict(run).items() if k != "source"},
         "name": run.name,
-        "tokens": run.steps * BATCH * corpus.LENGTH,
+        "tokens": run.steps * BATCHES[run.size] * corpus.LENGTH,
         "train_tokens_available": int(text.train.size),
         "corpus_sha256": text.sha256,
         "eval": [(s, round(v, 5)) for s, v in log.series("eval_loss")],

@@ -1,0 +1,38 @@
+package org.pitdeploy.demo
+
+import android.content.Intent
+import android.os.Bundle
+import androidx.activity.ComponentActivity
+import androidx.activity.compose.setContent
+import androidx.activity.result.contract.ActivityResultContracts
+
+/** The only activity: four screens, and the extras that scripts start it with. */
+class MainActivity : ComponentActivity() {
+    private lateinit var app: AppModel
+
+    private val picker = registerForActivityResult(ActivityResultContracts.OpenDocumentTree()) { folder ->
+        if (folder != null) app.import(FolderSource(contentResolver, folder))
+    }
+
+    override fun onCreate(savedInstanceState: Bundle?) {
+        super.onCreate(savedInstanceState)
+        app = AppModel.of(application)
+        app.refresh()
+        setContent { DemoScreen(app, onPick = { picker.launch(null) }) }
+        if (savedInstanceState == null) handle(intent)
+    }
+
+    override fun onNewIntent(intent: Intent) {
+        super.onNewIntent(intent)
+        handle(intent)
+    }
+
+    private fun handle(intent: Intent) {
+        val task = Automation.taskOf(
+            bundle = intent.getStringExtra("bundle"),
+            bench = intent.getBooleanExtra("bench", false),
+            parity = intent.getBooleanExtra("parity", false),
+        )
+        if (task != null) app.run(task)
+    }
+}

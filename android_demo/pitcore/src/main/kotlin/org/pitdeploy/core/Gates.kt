@@ -1,0 +1,32 @@
+package org.pitdeploy.core
+
+/** Limits of one runtime and precision; null where the figure does not decide (pit_deploy/gates.py). */
+data class Gate(val maxAbs: Double?, val meanKl: Double, val top1: Double, val greedy: Boolean, val layer: Double) {
+    companion object {
+        /** Two logits closer than this count as tied. */
+        const val TIE = 1e-3
+        private val ORDER = listOf("fp32", "fp16", "int8", "int4")
+
+        private val ONNX = mapOf(
+            "fp32" to Gate(1e-3, 1e-6, 1.0, true, 1e-3),
+            "fp16" to Gate(null, 1e-4, 0.995, false, 1e-2),
+            "int8" to Gate(null, 5e-3, 0.95, false, 0.15),
+            "int4" to Gate(null, 5e-2, 0.90, false, 0.5),
+        )
+        private val TABLE = mapOf(
+            "onnx" to ONNX,
+            "executorch" to ONNX + mapOf(
+                "int8" to Gate(null, 2.5e-2, 0.92, false, 0.3),
+                "int4" to Gate(null, 0.6, 0.60, false, 0.8),
+            ),
+            "coreml" to ONNX + mapOf(
+                "fp16" to Gate(null, 1e-3, 0.99, false, 5e-2),
+                "int8" to Gate(null, 7e-3, 0.945, false, 0.15),
+            ),
+        )
+
+        /** The gate of the coarsest part. */
+        fun of(runtime: String, weights: String, tables: String): Gate =
+            TABLE.getValue(runtime).getValue(maxOf(weights, tables, compareBy { ORDER.indexOf(it) }))
+    }
+}

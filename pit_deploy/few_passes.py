@@ -1,0 +1,91 @@
+"""A comparison for runtimes that take seconds for a token, such as those on an emulated processor.
+
+Most positions come from passes over several tokens, and a few are decoded one by one as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from pit_deploy.bundle import Bundle
+from pit_deploy.runtimes.base import FullRuntime, Runtime
+
+STEPS = 4
+"""Tokens of a prompt that are decoded one by one."""
+PIECE = 8
+"""Tokens of a pass where a runtime gives the logits of the last one only."""
+GREEDY_TOKENS = 8
+LARGE_BYTES = 32 << 20
+"""A model below it takes no more than moments on an emulated processor."""
+
+Row = tuple[float, float, bool]
+"""KL, largest absolute error, top-1 of a position."""
+
+
+def is_large(bundle: Bundle) -> bool:
+    """Whether a bundle's model is too large to decode every position on an emulated processor."""
+    manifest = bundle.manifest
+    sizes = [entry.size for entry in manifest.files if entry.path.startswith(manifest.model_file)]
+    return sum(sizes) > LARGE_BYTES
+
+
+def wants_few_passes(runtime: Runtime) -> bool:
+    """Whether a runtime says of itself that it is too slow to decode every position."""
+    return bool(getattr(runtime, "few_passes", False))
+
+
+def rows_of_prompt(
+    runtime: Runtime, ids: Sequence[int], compare: Callable[[int, np.ndarray], Row], tokens: int
+) -> tuple[list[Row], float]:
+    """The rows of a prompt's positions that could be compared, and how far one pass and steps differ.
+
+    `compare` gives the row of a position and its logits. Of a position met in two ways the worse counts. The
+    difference is over the first `tokens` logits.
+    """
+    runtime.reset()
+    if isinstance(runtime, FullRuntime):
+        passes = dict(enumerate(runtime.all_logits(ids)))
+        runtime.reset()
+    else:
+        passes = _pieces(runtime, ids)
+    rows = {offset: compare(offset, logits) for offset, logits in passes.items()}
+    difference = 0.0
+    last = runtime.prefill(ids)
+    rows[len(ids) - 1] = worse(rows[len(ids) - 1], compare(len(ids) - 1, last))
+    difference = max(difference, _apart(last, passes[len(ids) - 1], tokens))
+    runtime.reset()
+    for offset, id in enumerate(ids[:STEPS]):
+        logits = runtime.decode(id)
+        row = compare(offset, logits)
+        rows[offset] = worse(rows[offset], row) if offset in rows else row
+        if offset in passes:
+            difference = max(difference, _apart(logits, passes[offset], tokens))
+    return [row for _, row in sorted(rows.items())], difference
+
+
+def worse(a: Row, b: Row) -> Row:
+    """The row of a miss, or else of the larger KL."""
+    return max(a, b, key=lambda row: (not row[2], row[0], row[1]))
+
+
+def note(positions: int, prompts: int) -> str:
+    """What a report says of a comparison in few passes."""
+    return (
+        f"an emulated processor is slow: the {positions} positions come from passes over several tokens; {STEPS} a "
+        f"prompt ({prompts * STEPS} at most) were also decoded one by one, and {GREEDY_TOKENS} greedy tokens"
+    )
+
+
+def _pieces(runtime: Runtime, ids: Sequence[int]) -> dict[int, np.ndarray]:
+    """The logits after every `PIECE` tokens and at the end, by offset."""
+    found = {}
+    for start in range(0, len(ids), PIECE):
+        piece = ids[start : start + PIECE]
+        found[start + len(piece) - 1] = runtime.prefill(piece)
+    return found
+
+
+def _apart(a: np.ndarray, b: np.ndarray, tokens: int) -> float:
+    return float(np.abs(a[:tokens] - b[:tokens]).max())

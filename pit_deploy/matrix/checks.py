@@ -1,0 +1,201 @@
+"""What a cell is: one artifact in one runtime, judged, with the cause named where it is red."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from pit_deploy.bundle import Bundle
+from pit_deploy.errors import InputError, MissingExtraError, PitDeployError
+from pit_deploy.gates import GATES
+from pit_deploy.golden import GoldenRecord
+from pit_deploy.matrix.artifacts import NoArtifact, Subject, carried_differences, prepare
+from pit_deploy.matrix.columns import absence
+from pit_deploy.matrix.table import Cell, Column, Row, Status, logits_of, text_of
+
+THREADS = 1
+SAME_BUNDLE = " on the same bundle"
+"""How a reference that is a runtime, and not the record, is called."""
+
+
+def check(subject: Subject, row: Row, column: Column, store: Path) -> Cell:
+    """Check one cell. Whatever goes wrong in the artifact or the runtime is in the cell; nothing is raised for it."""
+    absent = absence(column)
+    if absent is not None:
+        return empty_cell(row, column, "not_run", absent)
+    try:
+        artifact = prepare(subject, row, column.target, store)
+    except NoArtifact as error:
+        return empty_cell(row, column, "not_run", str(error))
+    except PitDeployError as error:
+        return empty_cell(row, column, "failed", str(error))
+    started = time.perf_counter()
+    try:
+        if column.target in ("fold", "hf"):
+            found = _check_fold(subject, row, column, artifact, store)
+        else:
+            found = _check_bundle(subject, column, artifact)
+    except MissingExtraError as error:
+        return empty_cell(row, column, "not_run", str(error))
+    except PitDeployError as error:
+        return empty_cell(row, column, "failed", str(error), artifact=artifact.name)
+    except (
+        Exception
+    ) as error:  # a runtime's own failure belongs into the table, and the other cells must follow
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return empty_cell(row, column, "failed", reason, artifact=artifact.name)
+    emulated = bool(found.pop("emulated", False))
+    return Cell(
+        row=row,
+        runtime=column.name,
+        status="out_of_tolerance" if found["reasons"] else "passed",
+        artifact=label(artifact),
+        seconds=None if emulated else round(time.perf_counter() - started, 2),
+        **found,
+    )
+
+
+def empty_cell(row: Row, column: Column, status: Status, reason: str, *, artifact: str | None = None) -> Cell:
+    """A cell without figures."""
+    return Cell(
+        row=row,
+        runtime=column.name,
+        status=status,
+        reasons=(reason,),
+        artifact=artifact,
+        artifact_bytes=None,
+        logits=None,
+        text=None,
+        notes=(),
+        seconds=None,
+    )
+
+
+def label(artifact: Path) -> str:
+    """The name of an artifact for people: a kept one is called by its folder in the store."""
+    return artifact.parent.name if artifact.name == "bundle" else artifact.name
+
+
+def _check_bundle(subject: Subject, column: Column, artifact: Path) -> dict[str, Any]:
+    """`verify` in one of its forms, and before it the files that an export carries."""
+    from pit_deploy.parity import verify
+    from pit_deploy.text_parity import verify_text
+
+    bundle = Bundle.open(artifact)
+    different = carried_differences(bundle, subject.source) if subject.source is not None else []
+    if different:
+        raise InputError(f"{artifact}: {'; '.join(different)}; export the bundle again.")
+    size = bundle.total_bytes
+    if column.gives == "text":
+        text = verify_text(bundle, column.name, threads=THREADS)
+        return {
+            "reasons": tuple(text.failures),
+            "artifact_bytes": size,
+            "logits": None,
+            "text": text_of(text),
+            "notes": _few_tokens(text.tokens),
+        }
+    report = verify(bundle, runtime=column.name, layers=True, threads=THREADS)
+    return {
+        "reasons": tuple(report.failures),
+        "artifact_bytes": size,
+        "logits": logits_of(report),
+        "text": None,
+        "notes": tuple(report.notes),
+        "emulated": column.name.startswith("arm64-"),
+    }
+
+
+def _few_tokens(tokens: int) -> tuple[str, ...]:
+    return (f"a near tie after {tokens} tokens ends the comparison",) if tokens < 16 else ()
+
+
+def _check_fold(subject: Subject, row: Row, column: Column, artifact: Path, store: Path) -> dict[str, Any]:
+    """The fold in PyTorch, or as transformers opens it; its reference is the record of one of the subject's bundles."""
+    from pit_deploy.checkpoint import open_checkpoint
+    from pit_deploy.folding import load_folded
+    from pit_deploy.parity import compare_with_golden, judge
+    from pit_deploy.runtimes.torch import open_folded, open_plain
+    from pit_deploy.text_parity import TextReport, recorded_text
+
+    bundle = Bundle.open(_recorded(subject, row, store), check_hashes=True)
+    golden = GoldenRecord.load(bundle.path)
+    manifest = bundle.manifest
+    runtime: Any
+    if column.target == "hf":
+        runtime = open_plain(open_checkpoint(artifact), context_length=manifest.context_length)
+    else:
+        runtime = open_folded(
+            load_folded(open_checkpoint(artifact), row.layout),
+            context_length=manifest.context_length,
+            tokenizer_length=manifest.tokenizer_length,
+        )
+    report = compare_with_golden(
+        runtime,
+        golden,
+        GATES[row.precision],
+        bundle=artifact.name,
+        precision=row.precision,
+        end_ids=manifest.end_ids,
+    )
+    judge(report, runtime, golden, layers=True)
+    text = None
+    if column.target == "hf":
+        expected = recorded_text(bundle, golden)
+        text = TextReport(
+            bundle=artifact.name,
+            runtime=column.name,
+            precision=row.precision,
+            prompt=golden.prompts[golden.greedy_prompt].text,
+            expected=expected.text,
+            found=transformers_text(artifact, golden.prompts[golden.greedy_prompt].text, expected.count),
+            tokens=expected.tokens,
+            required=GATES[row.precision].greedy,
+            ended=expected.ended,
+        )
+        if text.required:
+            text.judge()
+    return {
+        "reasons": (*report.failures, *(text.failures if text is not None else ())),
+        "artifact_bytes": sum(p.stat().st_size for p in artifact.rglob("*") if p.is_file()),
+        "logits": logits_of(report),
+        "text": None if text is None else text_of(text),
+        "notes": tuple(report.notes),
+    }
+
+
+def _recorded(subject: Subject, row: Row, store: Path) -> Path:
+    """A bundle with the golden record of the subject's checkpoint."""
+    if subject.bundles:
+        return subject.bundles[0]
+    return prepare(subject, row, "onnx", store)
+
+
+def transformers_text(directory: Path, prompt: str, count: int) -> str:
+    """The greedy continuation that transformers itself makes of a folder: its tokenizer, cache, loop and end ids."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    with torch.no_grad():
+        found = model.generate(ids, do_sample=False, max_new_tokens=count, pad_token_id=0)
+    return str(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def follow_references(cells: list[Cell]) -> list[Cell]:
+    """The same cells, where one that was compared with another runtime on the same bundle passes only if that did."""
+    places = {(cell.row, cell.runtime): cell for cell in cells}
+    result = []
+    for cell in cells:
+        compared = cell.logits or cell.text
+        base = None
+        if compared is not None and compared.reference.endswith(SAME_BUNDLE):
+            base = places.get((cell.row, compared.reference.removesuffix(SAME_BUNDLE)))
+        if cell.status == "passed" and base is not None and base.red:
+            reason = f"its reference, {base.runtime}{SAME_BUNDLE}, is red: {base.reasons[0]}"
+            cell = cell.model_copy(update={"status": "out_of_tolerance", "reasons": (reason,)})
+        result.append(cell)
+    return result
