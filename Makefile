@@ -5,7 +5,7 @@ VENV := .venv
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin
 
-.PHONY: demo test test-slow lint study parity clean
+.PHONY: test-android test-ios setup-browser test-browser test-macos demo test test-slow lint study parity clean
 
 demo: $(STAMP)
 	$(RUN)/pit-deploy demo demo --overwrite
@@ -20,6 +20,26 @@ lint: $(STAMP)
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
 	$(RUN)/mypy
+
+# The iOS demo without a Mac: a Swift 6 toolchain (root, 3 GB in build/swift or $PIT_SWIFT); ios_demo/README.md.
+test-ios: $(STAMP)
+	ios_demo/tools/swift.sh --version || ios_demo/tools/setup_swift.sh
+	$(RUN)/pytest -m 'slow or not slow' runtime_tests/ios_test.py
+
+# The Android demo without a phone: needs a JDK, npm and gcc, keeps 130 MB in build/android; android_demo/README.md.
+test-android: $(STAMP)
+	android_demo/tools/test.sh build/android
+
+# On a Mac: predictions in Core ML itself.
+test-macos: $(STAMP)
+	$(RUN)/pytest -m macos
+
+# Browsers: Node, three packages in build/browser (630 MB) and Chromium; docs/browser.md.
+setup-browser: $(STAMP)
+	$(RUN)/python -m pit_deploy.runtimes.browser_tools
+
+test-browser: setup-browser
+	$(RUN)/pytest pit_deploy/web_view_test.py runtime_tests/browser_test.py
 
 # The training study of docs/study.md; finished runs are kept in build/study and not run again.
 study: $(STAMP)

@@ -70,13 +70,19 @@ class Bundle:
     def check_hashes(self) -> None:
         """Read every listed file and raise `BundleError` at the first whose SHA-256 is another."""
         for entry in self.manifest.files:
-            found = sha256(self.path / entry.path)
-            if found != entry.sha256:
-                raise BundleError(
-                    "wrong_hash",
-                    f"{self.path / entry.path} has changed: its SHA-256 starts with {found[:12]} and the "
-                    f"manifest says {entry.sha256[:12]}; {_AGAIN}",
-                )
+            self.check_hash(entry.path)
+
+    def check_hash(self, relative: str) -> None:
+        """Read one listed file; raises `BundleError` where its SHA-256 is another."""
+        file = self.file(relative)
+        expected = next(entry.sha256 for entry in self.manifest.files if entry.path == relative)
+        found = sha256(file)
+        if found != expected:
+            raise BundleError(
+                "wrong_hash",
+                f"{file} has changed: its SHA-256 starts with {found[:12]} and the "
+                f"manifest says {expected[:12]}; {_AGAIN}",
+            )
 
     def file(self, relative: str) -> Path:
         """Where a listed file, or a folder of listed files, is; `BundleError` where the manifest has none."""

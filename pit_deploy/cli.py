@@ -203,6 +203,9 @@ def train(
     eval_share: Annotated[float, typer.Option(help="Share of the text held out.")] = 0.05,
     eval_every: Annotated[int | None, typer.Option(help="Steps; a tenth of all by default.")] = None,
     log_every: Annotated[int, typer.Option(help="Steps.")] = 1,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too.")
+    ] = False,
     save_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints; none by default.")
     ] = None,
@@ -252,6 +255,7 @@ def train(
             eval_share=eval_share,
             eval_every=eval_every,
             log_every=log_every,
+            tensorboard=tensorboard,
             save_every=save_every,
             keep=keep,
             seed=seed,
@@ -413,6 +417,9 @@ def export(
 def verify(
     bundle: Annotated[Path, typer.Argument(metavar="BUNDLE")],
     runtime: Annotated[str | None, typer.Option(help="Runtime by name; the usual one by default.")] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="SERIAL", help="Run it on an Android device over adb.")
+    ] = None,
     source: Annotated[
         str | None, typer.Option(help="The exported checkpoint: compare every logit with it, on text.")
     ] = None,
@@ -428,6 +435,10 @@ def verify(
     from pit_deploy.parity import verify as call
     from pit_deploy.runtimes import TEXT_FIT
 
+    if device is not None:
+        if runtime is not None:
+            raise InputError("--device has a runtime of its own; leave --runtime out.")
+        runtime = f"adb:{device}"
     if runtime in TEXT_FIT:
         if html is not None or source is not None or layers:
             raise InputError(f"--html, --source and --layers need logits, and {runtime} gives only text.")
@@ -558,6 +569,17 @@ def bench(
     source: Annotated[
         Path | None, typer.Option(help="Checkpoint for genai; looked for beside the bundle by default.")
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(metavar="SERIAL|all", help="Measure on Android devices over adb, all of them at once."),
+    ] = None,
+    on_app: Annotated[
+        bool, typer.Option("--app", help="With --device: the demo app measures, in place of the runner.")
+    ] = False,
+    cool_down: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="With --device: the longest wait for a warm one."),
+    ] = 300.0,
     json: Json = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the result: an .svg or .png file.")] = None,
 ) -> None:
@@ -568,14 +590,28 @@ def bench(
         from pit_deploy.benchmark.plot import check_plot
 
         check_plot(plot)
+    measured: dict[str, Any] = dict(
+        threads=threads,
+        prompt_tokens=prompt_tokens or (128, 512),
+        new_tokens=new_tokens,
+        depths=depth or (0, 512),
+        repeats=repeats,
+    )
+    if device is not None:
+        if against or gguf is not None or source is not None:
+            raise InputError(
+                "--against, --gguf and --source run on this machine; leave them or --device out."
+            )
+        if plot is not None and device == "all":
+            raise InputError("--plot draws one device; name it in place of all.")
+        bench_device(bundles, device, cool_down, None if on_app else measured, json, plot)
+        return
+    if on_app:
+        raise InputError("--app measures on a device; name it with --device.")
     with bars(json) as progress:
         report = call(
             bundles,
-            threads=threads,
-            prompt_tokens=prompt_tokens or (128, 512),
-            new_tokens=new_tokens,
-            depths=depth or (0, 512),
-            repeats=repeats,
+            **measured,
             against=against or (),
             gguf=gguf,
             source=source,
@@ -602,6 +638,44 @@ def report(
     check_report(html)
     write_bench_report(reports, html)
     console.done(f"The report is in {html}.")
+
+
+def bench_device(
+    bundles: list[Path],
+    device: str,
+    cool_down: float,
+    measured: dict[str, Any] | None,
+    json: str | None,
+    plot: Path | None,
+) -> None:
+    """`bench` on devices, by the app where `measured` is None, which has settings of its own.
+
+    One device gives a report, all of them a list with a report or an error for each.
+    """
+    from pit_deploy.benchmark.app import bench_app
+    from pit_deploy.benchmark.console import print_bench
+    from pit_deploy.benchmark.devices import bench_devices
+
+    with bars(json) as progress:
+        if measured is None:
+            if len(bundles) != 1:
+                raise InputError("--app measures one bundle at a time; give one.")
+            results = bench_app(bundles[0], device, cool_seconds=cool_down, progress=progress)
+        else:
+            results = bench_devices(bundles, device, cool_seconds=cool_down, progress=progress, **measured)
+    reports = [result.report for result in results if result.report is not None]
+    if plot is not None and reports:
+        from pit_deploy.benchmark.plot import plot as draw
+
+        draw(reports[0], plot)
+    several = {"devices": [result.to_dict() for result in results]}
+    one = reports[0].to_dict() if reports and device != "all" else None
+    if not emit(json, one or several):
+        for report in reports:
+            print_bench(report)
+    failed = [f"{result.serial}: {result.error}" for result in results if result.error is not None]
+    if failed:
+        raise PitDeployError(" ".join(failed))
 
 
 @app.command(rich_help_panel="Start here")

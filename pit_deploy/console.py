@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -91,9 +92,10 @@ def print_export(report: ExportReport) -> None:
         )
     if report.choice:
         c = report.choice
-        eight = sum(1 for g in c["groups"] if g["bits"] == 8)
+        counts = Counter(group["bits"] for group in c["groups"])
+        chosen = ", ".join(f"{bits} bits for {counts[bits]}" for bits in sorted(counts, reverse=True))
         out.print(
-            f"The search chose int8 for {eight} of {len(c['groups'])} groups: KL {c['kl']:.3g} on calibration text, "
+            f"The search chose {chosen} of {len(c['groups'])} groups: KL {c['kl']:.3g} on calibration text, "
             f"{megabytes(c['nbytes'])}."
         )
     notes(report.notes)

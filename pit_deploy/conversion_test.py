@@ -150,11 +150,11 @@ def test_random_keeps_a_backbone_that_is_there(tiny_checkpoint: Write, tmp_path:
     assert all(torch.equal(tensors[n], t) for n, t in before.items() if n != "model.embed_tokens.weight")
     assert np.array_equal(tensors["pit.memory"].numpy(), random_orthonormal(263, 24, seed=5))
     transform = tensors["pit.cholesky"] @ tensors["pit.cholesky"].T
-    assert torch.allclose(transform, (263 / 24) ** 0.5 * torch.eye(24), atol=1e-6)
+    assert torch.allclose(transform, (263 / 24) ** 0.5 / 2 * torch.eye(24), atol=1e-6)
     assert report.bridge == ("scalar" if bridge else "none")
     if bridge:
         assert tensors["pit.embedding_multiplier"].shape == ()
-        assert tensors["pit.embedding_multiplier"].item() == pytest.approx(263 / 24)
+        assert tensors["pit.embedding_multiplier"].item() == pytest.approx(2 * 263 / 24)
     assert PITForCausalLM.from_pretrained(tmp_path / "pit").pit.memory_kind == "frozen"
     assert report.lossy
 

@@ -31,7 +31,7 @@ from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.nested import MISS_RATE, NestedHead
 from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import Encoder, QuantizationPlan
-from pit_deploy.quantize.sensitivity import PrecisionChoice
+from pit_deploy.quantize.sensitivity import WHOLE_ROW, PrecisionChoice
 from pit_deploy.quantize.smoothing import turned_projection
 from pit_deploy.reference import DRAWN_WINDOWS, HELD_OUT_TOKENS, Calibration, calibrate
 from pit_deploy.sample import cache_folder
@@ -157,7 +157,7 @@ def export(
                 context_length,
                 text=calibration,
                 reference=golden,
-                drawn_windows=DRAWN_WINDOWS if feeds_back or options.searches else 0,
+                drawn_windows=DRAWN_WINDOWS if feeds_back or options.searches or options.shortlists else 0,
                 held_out_tokens=HELD_OUT_TOKENS if options.shortlists else 0,
                 progress=progress,
             )
@@ -262,7 +262,7 @@ def quantized(
         max_kl=options.max_kl,
         max_bytes=options.max_bytes,
         fixed_bytes=_unquantised_bytes(config, options),
-        activations=options.block_size if options.to == "onnx" else None,
+        activations={"onnx": options.block_size, "executorch": WHOLE_ROW}.get(options.to),
         encoder=encoder,
         work=work,
         progress=progress,

@@ -168,11 +168,11 @@ def reorthonormalize(memory: np.ndarray, *, dtype: Any = np.float32) -> np.ndarr
 
 
 def scratch_scale(rows: int, columns: int) -> tuple[float, float]:
-    """From-scratch defaults: the scale of `T = sqrt(V/d) I` and the embedding multiplier `c = V/d`.
+    """From-scratch defaults: the scale of `T = sqrt(V/d)/2 I` and the embedding multiplier `c = 2 V/d`.
 
-    They give embedding rows of norm about 1 and logits of the usual size (docs/pit.md has the figures).
+    They give embedding rows of norm about 4 and head rows of norm 1/2 (docs/pit.md has the figures).
     """
-    return float(np.sqrt(rows / columns)), rows / columns
+    return float(np.sqrt(rows / columns)) / 2, 2 * rows / columns
 
 
 def check_finite(table: np.ndarray, name: str) -> None:

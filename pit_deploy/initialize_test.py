@@ -76,12 +76,13 @@ def test_random_orthonormal() -> None:
         random_orthonormal(3, 4)
 
 
-def test_scratch_scale_gives_embedding_rows_of_norm_one() -> None:
-    memory = random_orthonormal(4096, 64)
-    scale, multiplier = scratch_scale(4096, 64)
-    assert (scale, multiplier) == (8.0, 64.0)
-    embedding = memory / scale * multiplier  # z T⁻¹ c
-    assert np.sqrt((embedding**2).sum(axis=1).mean()) == pytest.approx(1.0, rel=1e-5)
+def test_scratch_scale_gives_rows_of_norms_that_do_not_depend_on_the_size() -> None:
+    for rows, columns in ((4096, 64), (2000, 128)):
+        memory = random_orthonormal(rows, columns)
+        scale, multiplier = scratch_scale(rows, columns)
+        embedding, head = memory / scale * multiplier, memory * scale  # z T⁻¹ c and z T
+        assert np.sqrt((embedding**2).sum(axis=1).mean()) == pytest.approx(4.0, rel=1e-5)
+        assert np.sqrt((head**2).sum(axis=1).mean()) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_reorthonormalize_is_the_nearest(rng: np.random.Generator) -> None:

@@ -65,6 +65,8 @@ class ParityReport:
     total_bytes: int | None = None
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    answered: bool = True
+    """False where the runtime's process died, so that no figure means anything."""
 
     @property
     def passed(self) -> bool:
@@ -198,7 +200,10 @@ def judge(
     if len(report.kl) < MIN_POSITIONS:
         report.notes.append(f"only {len(report.kl)} positions were compared; a gate wants {MIN_POSITIONS}")
     if (layers or report.failures) and isinstance(runtime, FullRuntime):
-        report.layers = layer_errors(runtime, golden, progress)
+        try:
+            report.layers = layer_errors(runtime, golden, progress)
+        except RuntimeDiedError as error:  # what was compared before stands
+            report.failures.append(str(error))
         layer = report.first_diverging_layer
         if report.failures and layer is not None:
             name = "the embedding" if layer == 0 else f"layer {layer - 1}"
@@ -488,6 +493,7 @@ def _without_answers(
         total_bytes=bundle.total_bytes,
         failures=[str(error)],
         notes=["files and tokenizer are what the manifest says; no output could be compared"],
+        answered=False,
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from pit_deploy import export, verify
+from pit_deploy.benchmark.app import bench_app
 from pit_deploy.benchmark.devices import EMULATED, bench_devices
 from pit_deploy.benchmark.report import SCHEMA_PATH
 from pit_deploy.bundle import Bundle
@@ -259,6 +261,56 @@ def test_an_emulated_device_gives_no_speeds(bundle, devices):
     assert result.report.subjects[0].quality is not None
 
 
+APP = """#!{python}
+import json, os, sys, time
+from pathlib import Path
+
+files = Path(os.environ["FAKE_DEVICE"]) / "sdcard/Android/data/org.pitdeploy.demo/files"
+files.mkdir(parents=True, exist_ok=True)
+if "--es" in sys.argv:
+    name = sys.argv[sys.argv.index("bundle") + 1]
+    time.sleep(0.3)
+    whole = (files / "bundles" / name / "manifest.json").is_file() and sys.argv[-3:] == ["--ez", "bench", "true"]
+    given = Path(os.environ["FAKE_DEVICE"]) / "answer.json"
+    file = files / ("benchmark_results.json" if whole and given.is_file() else "error.json")
+    text = given.read_text() if given.is_file() else json.dumps({{"error": "It was too warm."}})
+    (files / "partial").write_text(text)
+    (files / "partial").rename(file)
+"""
+
+
+def _install(device: Path, answer: str | None) -> None:
+    (device / "app").write_text(APP.format(python=sys.executable))
+    (device / "app").chmod(0o755)
+    if answer is not None:
+        (device / "answer.json").write_text(answer)
+
+
+def test_the_app_measures_and_its_file_comes_back(bundle, devices):
+    devices("measured")
+    (made,) = bench_devices([bundle], "measured", cool_seconds=0, **SMALL)
+    (Path(os.environ["FAKE_ADB_ROOT"]) / "measured" / "device.json").unlink()
+    _install(devices("good"), json.dumps(made.report.to_dict()))
+    _install(devices("hot"), None)
+    _install(devices("odd"), json.dumps({"format": "another"}))
+    devices("bare")
+    results = {
+        r.serial: r for r in bench_app(bundle, "all", cool_seconds=0, sleep=lambda seconds: time.sleep(0.05))
+    }
+    assert results["good"].report == made.report and results["good"].error is None
+    assert results["hot"].error == "The app on hot failed: It was too warm."
+    assert "odd wrote a benchmark_results.json that is no bench object" in results["odd"].error
+    assert "bare does not have the app org.pitdeploy.demo; install it" in results["bare"].error
+    with pytest.raises(InputError, match="and the app opens onnx bundles"):
+        manifest = json.loads((bundle / "manifest.json").read_text())
+        other = bundle.parent / "executorch"
+        shutil.copytree(bundle, other)
+        (other / "manifest.json").write_text(
+            json.dumps({**manifest, "runtime": "executorch", "profile": "portable"})
+        )
+        bench_app(other, "good")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(arm64.missing() is not None, reason=str(arm64.missing()))
 def test_the_real_runner_end_to_end(bundle, devices, monkeypatch):
@@ -288,3 +340,56 @@ def test_the_real_runner_measures(bundle, devices, monkeypatch):
     assert [p.tokens for p in run.prefill] == [4, 8] and [d.depth for d in run.decode] == [0, 8]
     assert result.report.subjects[0].quality.mean_kl < 1e-6
     assert "1.32.0" in result.report.subjects[0].runtime
+
+
+def _command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "pit_deploy.cli", *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, check=False)
+
+
+def test_the_command_line(bundle, devices, tmp_path):
+    devices("one")
+    devices("full", free_bytes=1000)
+    small = ["--threads", "1", "--prompt-tokens", "4", "--depth", "0", "--new-tokens", "2", "--repeats", "1"]
+    bench = ["bench", bundle, *small, "--cool-down", "0", "--device"]
+    done = _command(*bench, "all", "--json", tmp_path / "all.json")
+    assert done.returncode == 2 and "full: The device full has 0 MB free" in done.stderr
+    found = json.loads((tmp_path / "all.json").read_text())["devices"]
+    assert [d["serial"] for d in found] == ["full", "one"]
+    assert found[0]["report"] is None and found[1]["error"] is None
+    schema = json.loads(SCHEMA_PATH.read_text())
+    jsonschema.validate(found[1]["report"], schema)
+    done = _command(*bench, "one", "--json", tmp_path / "one.json")
+    assert done.returncode == 0, done.stderr
+    jsonschema.validate(json.loads((tmp_path / "one.json").read_text()), schema)
+    done = _command("verify", bundle, "--device", "one", "--json")
+    assert done.returncode == 1  # the fake runner's logits are a hash's
+    assert json.loads(done.stdout)["runtime"] == "adb:one"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["verify", "--device", "three"], "There is no device 'three'; adb knows one."),
+        (["verify", "--device", "all"], "One device at a time is opened; name it in place of all."),
+        (
+            ["verify", "--device", "one", "--runtime", "onnxruntime"],
+            "--device has a runtime of its own; leave",
+        ),
+        (
+            ["bench", "--device", "one", "--against", "genai"],
+            "--against, --gguf and --source run on this machine",
+        ),
+        (
+            ["bench", "--device", "all", "--plot", "x.svg"],
+            "--plot draws one device; name it in place of all.",
+        ),
+        (["bench", "--app"], "--app measures on a device; name it with --device."),
+        (["bench", "--device", "one", "--app"], "does not have the app org.pitdeploy.demo"),
+    ],
+)
+def test_the_command_line_refuses(bundle, devices, arguments, message):
+    devices("one")
+    done = _command(arguments[0], bundle, *arguments[1:])
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") <= 3
+    assert "Traceback" not in done.stderr

@@ -95,6 +95,15 @@ def test_a_checkpoint_without_an_end_id_is_refused(make_checkpoint, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_unknown_architecture_is_refused_with_the_known_ones(make_checkpoint, tmp_path):
+    source = alphabet(make_checkpoint, eos_token_id=7)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "mamba", "architectures": ["M"]}))
+    with pytest.raises(InputError, match=r"mamba.*llama.*qwen3"):
+        export(source, tmp_path / "out", to="executorch", weights="fp32", context=CONTEXT)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("runtime", [None, "executorch-runner"])
 def test_a_prompt_longer_than_the_context_is_refused_before_running(bundle, runtime):
     with pytest.raises(ContextFullError) as error:

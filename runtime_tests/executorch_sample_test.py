@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pit_deploy.bundle import Bundle
 from pit_deploy.golden import GoldenRecord
@@ -109,6 +112,75 @@ def test_int8_is_within_its_gate_and_its_size(int8: Path):
     print(
         f"\nint8: KL {report['mean_kl']:.2e}, top-1 {report['top1']:.1%}, load {report['load_rss_bytes'] / MB:.0f} MB"
     )
+
+
+@pytest.fixture(scope="module")
+def int4(pit: Path) -> Path:
+    out = pit.with_name("executorch-int4")
+    wall, processor, peak = measured("export", pit, out, "--to", "executorch", "--weights", "int4")
+    print(f"\nexport int4: {wall:.0f} s, {processor:.0f} s of processor time, peak {peak / MB:.0f} MB")
+    assert peak <= 3000 * MB
+    return out
+
+
+def test_int4_loses_less_than_torchao_s_own_recipe(int4: Path, pit: Path):
+    """The same precisions and group size, the same weights, the same record; the gate is set by the same measure."""
+    from runtime_tests.torchao_recipe import figures, torchao_model
+
+    done = command("verify", int4, "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0 and done.stderr == ""
+    untied = pit.with_name("untied")
+    assert command("fold", pit, untied, "--layout", "untied").returncode == 0
+    kl, top1 = figures(torchao_model(untied), GoldenRecord.load(int4))
+    print(f"\nint4: KL {report['mean_kl']:.3f}, top-1 {report['top1']:.1%}; torchao {kl:.3f}, {top1:.1%}")
+    assert report["mean_kl"] < kl and report["top1"] > top1
+    assert report["gate"]["mean_kl"] <= 1.5 * kl
+
+
+def cut(source: Path, out: Path, layers: int) -> Path:
+    """The sample with its first layers alone, for what takes long or cannot run here."""
+    shutil.copytree(source, out)
+    tensors = load_file(out / "model.safetensors")
+    inside = re.compile(r"model\.layers\.(\d+)\.")
+    kept = {n: t for n, t in tensors.items() if not (m := inside.match(n)) or int(m[1]) < layers}
+    save_file(kept, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**config, "num_hidden_layers": layers}))
+    return out
+
+
+@pytest.mark.parametrize("profile", ["coreml", "mps", "vulkan"])
+def test_other_delegates_lower_the_sample(pit: Path, tmp_path: Path, profile: str):
+    source = cut(pit.with_name("sample"), tmp_path / "cut", 3)
+    line = ["--to", "executorch", "--weights", "fp32", "--profile", profile, "--context", "512"]
+    done = command("export", source, tmp_path / "bundle", *line)
+    assert done.returncode == 0, done.stderr
+    note = f"{profile}: 1 delegates" if profile != "vulkan" else "vulkan: "
+    assert note in done.stdout and "operators left to portable kernels: " in done.stdout
+    for name in ("mm", "bmm", "linear", "mul", "softmax"):  # the work itself
+        assert f"aten::{name}" not in done.stdout
+    print("\n" + next(line for line in done.stdout.splitlines() if profile in line))
+
+
+def test_the_torch_free_runtime_runs_the_sample(pit: Path, tmp_path: Path):
+    from runtime_tests.executorch_portable_test import PYTHON, SETUP, torch_free
+
+    if not PYTHON.is_file():
+        pytest.skip(f"executorch-numpy-runtime is not set up; run: {SETUP}")
+    source = cut(pit.with_name("sample"), tmp_path / "cut", 3)
+    line = ["--to", "executorch", "--profile", "portable", "--context", "512"]
+    done = command("export", source, tmp_path / "bundle", *line)
+    assert done.returncode == 0, done.stderr
+    runtime = open_runtime(Bundle.open(tmp_path / "bundle"), threads=1)
+    ids = GoldenRecord.load(tmp_path / "bundle").prompts[0].ids[:40]
+    lengths = [len(ids) - 5, *[1] * 5]
+    expected, start = [], 0
+    for length in lengths:
+        expected.append(runtime.prefill(ids[start : start + length]))
+        start += length
+    found = torch_free(tmp_path / "bundle", ids, lengths, tmp_path)
+    assert np.abs(found - expected).max() <= 2e-2 * np.abs(expected).max()
 
 
 def test_a_large_model_exports_in_bounded_memory(tmp_path: Path):

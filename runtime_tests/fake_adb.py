@@ -152,13 +152,14 @@ class FakeDevice:
         df = f'echo "Filesystem 1K-blocks Used Available"; echo "/dev/data {size // 1024} 0 {size // 1024} 0% /data"'
         app = self.folder / "app"
         start = (
-            f'if [ -x {app} ]; then echo Starting; FAKE_DEVICE={self.folder} {app} "$@" & else '
+            f'if [ -x {app} ]; then echo Starting; FAKE_DEVICE={self.folder} {app} "$@" >/dev/null 2>&1 & else '
             "echo 'Error: Activity class does not exist.' >&2; return 1; fi"
         )
         return (
             f"getprop() {{ case $1 in {cases} *) echo;; esac; }}\n"
             f"df() {{ {df}; }}\n"
             'dumpsys() { echo "  temperature: 301"; }\n'
+            f"pm() {{ [ -x {app} ] && echo package:/data/app/$2.apk; }}\n"
             f"am() {{ shift; {start}; }}\n"
         )
 

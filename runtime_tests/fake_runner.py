@@ -53,6 +53,17 @@ class FakeRunner:
         if do == "append":
             self.ids += values["ids"]
             return {"position": len(self.ids)}, {"logits": self.logits()[None]}
+        if do == "probe":
+            rows = []
+            for n in range(len(values["ids"])):
+                self.ids = values["ids"][: n + 1]
+                rows.append(self.logits())
+            self.ids = []
+            width = self.manifest["architecture"]["hidden_size"]
+            states = np.zeros([len(rows), width], np.float32)
+            return {}, {
+                name: np.stack(rows) if name == "logits" else states for name in sorted(values["outputs"])
+            }
         if do in ("first", "prefill", "decode"):
             return {"seconds": 0.25, "others": 0.0, "token": 1}, {}
         raise Refused("bad_request", f"the request '{do}' is not known")

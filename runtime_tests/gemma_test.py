@@ -1,6 +1,5 @@
 """Gemma and Qwen3 through every exporter, against transformers on random small models."""
 
-import dataclasses
 import json
 
 import numpy as np
@@ -12,6 +11,7 @@ from pit_deploy.architecture import DecoderConfig, embedding_scale
 from pit_deploy.bundle import Bundle
 from pit_deploy.checkpoint import open_checkpoint
 from pit_deploy.conversion import convert
+from pit_deploy.errors import InputError
 from pit_deploy.exporting import export
 from pit_deploy.runtimes import open_runtime
 from pit_deploy.runtimes.torch import open_plain
@@ -64,3 +64,67 @@ def test_a_converted_model_equals_transformers(family, target, make_checkpoint, 
     np.testing.assert_allclose(
         np.stack(found)[:, known], expected[19:, known], atol=tolerance * max(1.0, scale)
     )
+
+
+def test_a_soft_cap_holds_on_every_path(make_checkpoint, tmp_path):
+    """Logits reach far past the cap: judged by their values and by KL, since the order would survive without it."""
+    source = make_checkpoint("gemma2", **GEMMA2, dtype="float32")
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(0).add_(40.0)
+    model.save_pretrained(source)
+    convert(source, tmp_path / "pit")
+    reference = open_plain(open_checkpoint(source))
+    model.config.final_logit_softcapping = None
+    for target in ("onnx", "onnx standard", "coreml"):
+        options, _ = TARGETS[target]
+        export(tmp_path / "pit", tmp_path / target, context=64, **options)
+        bundle, runtime = opened(tmp_path / target)
+        ids, known = ids_of(bundle), bundle.manifest.tokenizer_length
+        expected = reference.all_logits(ids)[:, :known]
+        with torch.no_grad():
+            uncapped = model(torch.tensor([ids])).logits[0, :, :known]
+        assert uncapped.abs().max() > 100 and np.abs(expected).max() <= 30
+        found = [runtime.prefill(ids[:20]), *(runtime.decode(id) for id in ids[20:])]
+        np.testing.assert_allclose(np.stack(found)[:, :known], expected[19:], atol=2e-2)
+        assert kl(expected[19:], np.stack(found)[:, :known]) < 1e-4
+        if bundle.manifest.runtime == "onnx":
+            every = runtime.all_logits(ids)[:, :known]
+            np.testing.assert_allclose(every, expected, atol=2e-2)
+
+
+def kl(expected, found):
+    p, q = (torch.tensor(x).double().log_softmax(1) for x in (expected, found))
+    return float((p.exp() * (p - q)).sum(1).mean())
+
+
+def test_the_embedding_scale_is_the_number_that_training_used(make_checkpoint, tmp_path):
+    """A model trained in bfloat16 has learnt with sqrt(hidden_size) rounded to it; what is exported multiplies once."""
+    for size in (40, 64, 640, 1152, 2304, 3072):
+        for dtype in ("bfloat16", "float16", "float32"):
+            root = torch.tensor(size**0.5, dtype=getattr(torch, dtype)).item()
+            config = {"model_type": "gemma3_text", "hidden_size": size, "dtype": dtype}
+            assert embedding_scale(config) == root
+    source = make_checkpoint("gemma3_text", **GEMMA3, hidden_size=40)
+    transformers.AutoModelForCausalLM.from_pretrained(source).to(torch.bfloat16).save_pretrained(source)
+    assert json.loads((source / "config.json").read_text())["dtype"] == "bfloat16"
+    checkpoint = open_checkpoint(source)
+    table = checkpoint.read("model.embed_tokens.weight", np.float32)
+    convert(source, tmp_path / "pit")
+    export(tmp_path / "pit", tmp_path / "bundle", weights="fp32", context=64)
+    bundle, runtime = opened(tmp_path / "bundle")
+    ids = ids_of(bundle)
+    embedded = runtime.hidden_states(ids)[0][0]
+    np.testing.assert_allclose(embedded, 6.3125 * table[ids], rtol=1e-4, atol=1e-5)
+    assert np.abs(embedded - 40**0.5 * table[ids]).max() > 1e-3
+    np.testing.assert_allclose(
+        runtime.all_logits(ids), open_plain(checkpoint).all_logits(ids), atol=1e-3, rtol=1e-4
+    )
+    folds = bundle.manifest.folds
+    assert sorted(set(folds)) == sorted(folds) and "final_norm_gain" in folds
+
+
+def test_a_bidirectional_model_is_refused():
+    config = transformers.Gemma3TextConfig(use_bidirectional_attention=True).to_dict()
+    with pytest.raises(InputError, match="use_bidirectional_attention is true"):
+        DecoderConfig.from_hf(config)

@@ -59,7 +59,11 @@ def write_tiny(
     embedding, head = tables(circle(ids, seed), seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.ndim == 2:
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.normal_(
+                    std=0.1 * (2 / layers) ** 0.5
+                )  # what all layers add is the same for any number
+            elif parameter.ndim == 2:
                 parameter.normal_(std=0.1)
             elif not name.endswith("bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))

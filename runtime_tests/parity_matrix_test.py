@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -16,7 +15,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import matrix_workers
-from matrix import fast_skip, tiny_subject
+from matrix import fast_skip, main, tiny_subject
+from matrix_faults import broken, match_hashes, zero_layer_7
 from matrix_models import STEPS, write_tiny
 
 from pit_deploy import export, verify
@@ -65,7 +65,7 @@ def row_of(name: str, layout: str, precision: str) -> Row:
 
 def test_every_cell_passes_or_says_why_it_did_not_run(matrix: Matrix) -> None:
     assert [(c.name, c.reasons) for c in matrix.cells if c.red] == []
-    assert matrix.passed and matrix.count("passed") == 25
+    assert matrix.passed and matrix.count("passed") == 26
     assert len(matrix.cells) == len(matrix.rows) * len(matrix.columns) == 60
     for cell in matrix.cells:
         if cell.status == "not_run":
@@ -179,53 +179,12 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 FP32, INT8 = row_of("deep", "shared", "fp32"), row_of("deep", "shared", "int8")
 
 
-def broken(subject: Subject, tmp_path: Path, damage: Callable[[Path], None], which: str = "fp32") -> Subject:
-    """The subject with a damaged copy of one bundle."""
-    bundles = []
-    for bundle in subject.bundles:
-        if bundle.name == which:
-            shutil.copytree(bundle, tmp_path / which)
-            damage(tmp_path / which)
-            bundle = tmp_path / which
-        bundles.append(bundle)
-    return Subject(subject.name, subject.source, tuple(bundles))
-
-
-def match_hashes(bundle: Path) -> None:
-    """Sizes and hashes of the manifest as the files now are."""
-    path = bundle / "manifest.json"
-    manifest = json.loads(path.read_text())
-    for entry in manifest["files"]:
-        content = (bundle / entry["path"]).read_bytes()
-        entry["size"], entry["sha256"] = len(content), hashlib.sha256(content).hexdigest()
-    path.write_text(json.dumps(manifest))
-
-
 def red_cells(subject: Subject, store: Path) -> dict[tuple[str, str], tuple[str, ...]]:
     """Reasons by precision and runtime. Cells without a bundle do not run; all others pass."""
     matrix = run_matrix([subject], store=store, runtimes=IN_PROCESS, processes=0)
     ran = [c for c in matrix.cells if c.status != "not_run"]
     assert {c.runtime for c in ran} == set(IN_PROCESS) and not matrix.passed
     return {(c.row.precision, c.runtime): c.reasons for c in ran if c.red}
-
-
-def zero_layer_7(bundle: Path) -> None:
-    """Zero the down projection of layer 7 in the external data of a graph, as weights of 0."""
-    import onnx
-
-    model = onnx.load(bundle / "model.onnx", load_external_data=False)
-    names = [t for t in model.graph.initializer if "layers.7." in t.name and "down_proj" in t.name]
-    assert names, [t.name for t in model.graph.initializer]
-    data = bytearray((bundle / "model.onnx_data").read_bytes())
-    for tensor in names:
-        place = {e.key: e.value for e in tensor.external_data}
-        if place and "scale" not in tensor.name:
-            start, length = int(place["offset"]), int(place["length"])
-            # Codes of 8 bits stand for zero at 128.
-            value = 0 if tensor.data_type == onnx.TensorProto.FLOAT else 128
-            data[start : start + length] = bytes([value]) * length
-    (bundle / "model.onnx_data").write_bytes(bytes(data))
-    match_hashes(bundle)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
@@ -292,11 +251,11 @@ def test_end_ids_swapped_everywhere_are_seen_without_the_checkpoint(deep: Subjec
         for name in ("generation_config.json", "config.json", "genai_config.json", "manifest.json"):
             found = json.loads((bundle / name).read_text())
             if name == "manifest.json":
-                found["end_ids"] = [187, 5]
+                found["end_ids"] = [187, 6]
             elif name == "genai_config.json":
-                found["model"]["eos_token_id"] = [187, 5]
+                found["model"]["eos_token_id"] = [187, 6]
             else:
-                found["eos_token_id"] = [187, 5]
+                found["eos_token_id"] = [187, 6]
             (bundle / name).write_text(json.dumps(found))
         config = json.loads((bundle / "tokenizer_config.json").read_text())
         config.pop("eos_token")
@@ -363,11 +322,11 @@ def test_an_interrupted_matrix_goes_on(
     checked: list[str] = []
     original = checks.check
 
-    def counting(subject: Any, row: Any, column: Any, folder: Any) -> Any:
+    def counting(subject: Any, row: Any, column: Any, *rest: Any) -> Any:
         checked.append(f"{row.precision} {column.name}")
         if len(checked) == 3:
             raise KeyboardInterrupt
-        return original(subject, row, column, folder)
+        return original(subject, row, column, *rest)
 
     monkeypatch.setattr(worker, "check", counting)
     with pytest.raises(KeyboardInterrupt):
@@ -444,7 +403,8 @@ def test_columns_are_every_runtime_of_the_registry() -> None:
 def test_two_bundles_of_one_setting_are_refused(deep: Subject, tmp_path: Path) -> None:
     twice = Subject("deep", deep.source, (deep.bundles[0], deep.bundles[0]))
     matrix = run_matrix([twice], store=tmp_path, runtimes=["onnxruntime"], processes=0)
-    assert matrix.cells[0].status == "failed" and "are the same setting" in matrix.cells[0].reasons[0]
+    cell = matrix.cell(FP32, "onnxruntime")
+    assert cell.status == "failed" and "are the same setting" in cell.reasons[0]
 
 
 def test_the_fast_matrix_leaves_slow_columns_to_one_family() -> None:
@@ -453,19 +413,16 @@ def test_the_fast_matrix_leaves_slow_columns_to_one_family() -> None:
     assert "FULL=1" in str(fast_skip(row_of("tiny-qwen3", "shared", "int8"), web))
 
 
-def test_the_command(tmp_path: Path, deep: Subject) -> None:
+def test_the_command(tmp_path: Path, deep: Subject, capsys: pytest.CaptureFixture[str]) -> None:
     """As `make parity` calls it: exit status, files, and what is said."""
-    line = [sys.executable, str(CHECKOUT / "runtime_tests" / "matrix.py"), "--out", str(tmp_path / "out")]
-    options = ["--bundle", str(deep.bundles[0]), "--runtime", "onnxruntime", "--processes", "1"]
-    done = subprocess.run([*line, *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("1 passed, 0 out of tolerance, 0 failed, 0 not run, in ")
+    options = ["--runtime", "onnxruntime", "--out", str(tmp_path / "out"), "--processes"]
+    assert main(["--bundle", str(deep.bundles[0]), *options, "0"]) == 0
+    assert capsys.readouterr().out.startswith("1 passed, 0 out of tolerance, 0 failed, 0 not run, in ")
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["parity.html", "parity.json", "store"]
+    assert main(["--source", "x"]) == 2
+    assert "Error: --source belongs to --bundle" in capsys.readouterr().err
     shutil.copytree(deep.bundles[0], tmp_path / "copy")
     zero_layer_7(tmp_path / "copy")
-    done = subprocess.run(
-        [*line, "--bundle", str(tmp_path / "copy"), *options[2:]], capture_output=True, text=True
-    )
-    assert done.returncode == 1 and "layer 7" in done.stderr
-    done = subprocess.run([*line, "--source", "x"], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "Error: --source belongs to --bundle" in done.stderr
+    line = [sys.executable, str(CHECKOUT / "runtime_tests" / "matrix.py"), "--bundle", str(tmp_path / "copy")]
+    done = subprocess.run([*line, *options, "1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "layer 7" in done.stderr and done.stdout.startswith("0 passed, 1 out of")

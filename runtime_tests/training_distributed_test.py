@@ -1,4 +1,4 @@
-"""Training on two processes over gloo, against one: the same losses, retraction and projection of spread rows."""
+"""Training on two processes over gloo, against one: the same losses, and the manifold's steps on spread rows."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ MANIFOLD = """
 import os, torch
 import torch.distributed as dist
 from pit_deploy.training.stiefel import orthogonalized, orthonormality_error, project_to_tangent_, retract_
+from pit_deploy.training.table_step import pull_back_, split_
 dist.init_process_group("gloo")
 rank, count = dist.get_rank(), dist.get_world_size()
 generator = torch.Generator().manual_seed(0)
@@ -39,6 +40,12 @@ assert (part - whole[own]).abs().max() < 1e-12
 assert (project_to_tangent_(gradient[own].clone(), whole[own], group) - tangent[own]).abs().max() < 1e-12
 assert (orthogonalized(gradient[own], group) - direction[own]).abs().max() < 1e-12
 assert orthonormality_error(part, group) < 1e-12
+cholesky = torch.linalg.cholesky(torch.eye(7, dtype=torch.float64) + 0.1)
+by_table = pull_back_(gradient.clone(), whole, cholesky, cholesky)
+assert (pull_back_(gradient[own].clone(), whole[own], cholesky, cholesky, group) - by_table[own]).abs().max() < 1e-12
+split, split_part = 0.1 * table, 0.1 * table[own]
+factors = split_(split, whole, cholesky), split_(split_part, whole[own], cholesky, group)
+assert (factors[0] - factors[1]).abs().max() < 1e-12 and (split_part - split[own]).abs().max() < 1e-12
 dist.destroy_process_group()
 """
 

@@ -12,7 +12,8 @@ import tokenizers
 from tokenizers import Regex
 from tokenizers.pre_tokenizers import Split
 
-CATEGORIES = "Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Co".split()
+_NAMES = "Lu Ll Lt Lm Lo Mn Mc Me Nd Nl No Pc Pd Ps Pe Pi Pf Po Sm Sc Sk So Zs Zl Zp Cc Cf Co"
+CATEGORIES = _NAMES.split()
 OUT = Path(__file__).resolve().parents[1] / "pitcore/src/main/resources/org/pitdeploy/core/unicode.txt"
 _ALL = "".join(chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000)
 
@@ -28,9 +29,8 @@ def line(name: str, found: list[tuple[int, int]]) -> str:
 
 
 def main() -> None:
-    lines = [
-        f"# General categories of tokenizers {tokenizers.__version__}; what is missing is Cn. Written by tools/make_unicode.py."
-    ]
+    head = f"# General categories of tokenizers {tokenizers.__version__}; what is missing is Cn."
+    lines = [f"{head} Written by tools/make_unicode.py."]
     lines += [line(name, ranges(rf"\p{{{name}}}")) for name in CATEGORIES]
     lines.append("# Characters of words besides L, M, Nd, Nl and Pc, and white space.")
     # Rust's regular expressions, which look for words beside added tokens, count the two joiners as well.

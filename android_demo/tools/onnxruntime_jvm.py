@@ -2,11 +2,10 @@
 
     python tools/onnxruntime_jvm.py AAR_OR_JNI_LIBRARY OUT
 
-No archive that these tests reach has ONNX Runtime for the JVM. But the AAR's x86-64 JNI library only translates calls to
-ONNX Runtime's C interface, and the Python package has that library for Linux. The two differ in the names of the
-C library: the JNI library asks for Android's. OUT gets a copy of it without symbol versions, small libraries with the
-names that it asks for, and the Python package's ONNX Runtime. Start Java with -Donnxruntime.native.path=OUT and
-LD_LIBRARY_PATH=OUT. Needs gcc.
+npm, apt and PyPI have no ONNX Runtime for the JVM. But the AAR's x86-64 JNI library only translates calls to ONNX
+Runtime's C interface, and the Python package has that library for Linux. The JNI library asks for Android's C library,
+by other names: OUT gets a copy of it without symbol versions, small libraries with the names that it asks for, and the
+Python package's ONNX Runtime. Start Java with -Donnxruntime.native.path=OUT and LD_LIBRARY_PATH=OUT. Needs gcc.
 """
 
 from __future__ import annotations
@@ -25,7 +24,9 @@ MEMBER = "jni/x86_64/libonnxruntime4j_jni.so"
 _VERSION_TAGS = {0x6FFFFFF0, 0x6FFFFFFE, 0x6FFFFFFF}  # DT_VERSYM, DT_VERNEED, DT_VERNEEDNUM
 _IGNORED_TAG = 0x15  # DT_DEBUG, which means nothing in a library
 # Android's build has one function that others lack; it is called only by who asks for NNAPI.
-_MISSING = "void *OrtSessionOptionsAppendExecutionProvider_Nnapi(void *options, unsigned flags) { return 0; }\n"
+_MISSING = (
+    "void *OrtSessionOptionsAppendExecutionProvider_Nnapi(void *options, unsigned flags) { return 0; }\n"
+)
 
 
 def without_versions(library: bytes) -> bytes:
@@ -64,11 +65,24 @@ def build(source: Path, out: Path) -> None:
         code.write_text(_MISSING)
         for name, needed in (("libc.so", "-lc"), ("libm.so", "-lm"), ("libdl.so", "-ldl")):
             _link(out / name, name, ["-Wl,--no-as-needed", needed])
-        _link(out / "libonnxruntime.so", "libonnxruntime.so", [str(code), str(out / "libonnxruntime.so.1"), "-Wl,-rpath,$ORIGIN"])
+        _link(
+            out / "libonnxruntime.so",
+            "libonnxruntime.so",
+            [str(code), str(out / "libonnxruntime.so.1"), "-Wl,-rpath,$ORIGIN"],
+        )
 
 
 def _link(out: Path, soname: str, arguments: list[str]) -> None:
-    command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{soname}", "-Wl,--no-as-needed", "-o", str(out), *arguments]
+    command = [
+        "gcc",
+        "-shared",
+        "-fPIC",
+        f"-Wl,-soname,{soname}",
+        "-Wl,--no-as-needed",
+        "-o",
+        str(out),
+        *arguments,
+    ]
     subprocess.run(command, check=True)
 
 

@@ -2,13 +2,13 @@
 # A Kotlin compiler, JUnit, ONNX Runtime's Java classes and an android.jar, for `make test-android` without an Android SDK.
 #   setup_kotlin.sh DIR
 # Needs Debian or Ubuntu, a JDK from 17 on, npm, and apt's package lists (apt-get update). What is there is not fetched again.
-# Leaves DIR/kotlinc and DIR/jars/{junit4,hamcrest-core,onnxruntime-android,android}.jar.
+# Leaves DIR/kotlinc, DIR/jars/{junit4,hamcrest-core,onnxruntime-android,android}.jar and DIR/jni.
 #
-# The newest android.jar in Debian's archive is that of API 23: enough to check what the modules call, except what is
-# newer (tools/interfaces/android has those few). AndroidX, Compose and ExecuTorch are in no archive that this reaches.
+# The newest android.jar in Debian's archive is that of API 23, so what the app calls is checked against that. AndroidX,
+# Compose and ExecuTorch are in none of these archives (tools/interfaces).
 set -euo pipefail
 KOTLIN=2.4.20
-ONNXRUNTIME=0.4.9   # of the npm package, whose AAR is ONNX Runtime 1.29.0; the same classes that 1.32.0 has, as far as they are used
+ONNXRUNTIME=0.4.9   # of the npm package; its AAR is ONNX Runtime 1.29.0
 
 dir=$(realpath -m "${1:?give the folder to set up}")
 mkdir -p "$dir/jars" "$dir/work"
@@ -29,6 +29,8 @@ fi
 if [ ! -e "$dir/jars/onnxruntime-android.jar" ]; then
     unpack com.github.asus4.onnxruntime "$ONNXRUNTIME"
     aar=$(find "$dir/work/package" -name '*.aar' | head -n 1)
+    mkdir -p "$dir/jni"
+    unzip -p "$aar" jni/x86_64/libonnxruntime4j_jni.so > "$dir/jni/libonnxruntime4j_jni.so"
     unzip -p "$aar" classes.jar > "$dir/work/onnxruntime.jar"
     mv "$dir/work/onnxruntime.jar" "$dir/jars/onnxruntime-android.jar"
 fi

@@ -30,8 +30,9 @@ BLOCKS = 32
 class ExecutorchExporter:
     """Writes `model.pte`: `forward(tokens int64 [1, S], input_pos int64 [1])` with a free S gives logits.
 
-    Profile `xnnpack` has XNNPACK's delegates and the operators of ExecuTorch's LLM extension; `portable` needs no
-    more than the portable kernels; `coreml`, `vulkan` and `mps` lower to those delegates what they take.
+    Profile `xnnpack` has XNNPACK's delegates and the operators of ExecuTorch's LLM extension; `portable` needs
+    XNNPACK and portable kernels alone; `coreml`, `vulkan` and `mps` lower to those delegates what they take (`mps`
+    with S fixed to 1).
     `shared` False lowers every delegate on its own (see `executorch_lowering.lower`).
     """
 
@@ -151,7 +152,9 @@ class ExecutorchExporter:
             bos_id=checkpoint_bos_id(model.source),
             end_ids=checkpoint_end_ids(model.source),
             custom_operators=profile.custom_operators,
+            free_length=profile.free_length,
         )
+        length = "sequence_length" if profile.free_length else 1
         progress("lower", 0, 1)
         lowered = lowering.lower(
             decoder,
@@ -166,10 +169,10 @@ class ExecutorchExporter:
             profile=name,
             model_file=MODEL_FILE,
             inputs=[
-                {"name": "tokens", "dtype": "int64", "shape": [1, "sequence_length"]},
+                {"name": "tokens", "dtype": "int64", "shape": [1, length]},
                 {"name": "input_pos", "dtype": "int64", "shape": [1]},
             ],
-            outputs=_outputs(config, last_only),
+            outputs=_outputs(config, last_only, length),
             states=[],  # the program keeps its cache itself
             hidden_states=[] if last_only else hidden_state_names(config),
             precision=_precision(plan, name),
@@ -211,6 +214,7 @@ def runner_metadata(
     bos_id: int | None,
     end_ids: Sequence[int],
     custom_operators: bool,
+    free_length: bool,
 ) -> dict[str, Any]:
     """What ExecuTorch's runners ask a program for, by the names that they use; nothing is made up."""
     metadata: dict[str, Any] = {
@@ -221,7 +225,7 @@ def runner_metadata(
         "get_n_layers": config.num_hidden_layers,
         "use_kv_cache": True,
         "use_sdpa_with_kv_cache": custom_operators,
-        "enable_dynamic_shape": True,
+        "enable_dynamic_shape": free_length,
     }
     if bos_id is not None:
         metadata["get_bos_id"] = bos_id
@@ -233,9 +237,9 @@ def hidden_state_names(config: DecoderConfig) -> list[str]:
     return [f"hidden_states.{n}" for n in range(config.num_hidden_layers + 1)]
 
 
-def _outputs(config: DecoderConfig, last_only: bool) -> list[dict[str, Any]]:
-    length: int | str = 1 if last_only else "sequence_length"
-    logits = {"name": "logits", "dtype": "float32", "shape": [1, length, config.vocab_size]}
+def _outputs(config: DecoderConfig, last_only: bool, length: int | str) -> list[dict[str, Any]]:
+    rows = 1 if last_only else length
+    logits = {"name": "logits", "dtype": "float32", "shape": [1, rows, config.vocab_size]}
     if last_only:
         return [logits]
     stream = [config.num_hidden_layers + 1, length, config.hidden_size]
@@ -257,8 +261,8 @@ def _precision(plan: QuantizationPlan, profile: str) -> dict[str, Any]:
 
 
 def _notes(profile: str, lowered: Any) -> list[str]:
-    """What no delegate took, for the profiles where that matters."""
-    if profile in ("xnnpack", "portable"):
+    """What no delegate took; little of the usual profile, and known."""
+    if profile == "xnnpack":
         return []
     left = ", ".join(f"{name} ({count})" for name, count in lowered.leftover.items())
     return [f"{profile}: {lowered.delegates} delegates; operators left to portable kernels: {left or 'none'}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,14 +14,16 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pit_deploy.checkpoint import open_checkpoint
-from pit_deploy.errors import ContextFullError, InputError, PitDeployError
+from pit_deploy.errors import ContextFullError, InputError, MissingExtraError, PitDeployError
 from pit_deploy.export_options import ExportOptions
 from pit_deploy.folding import load_folded
 from pit_deploy.quantize.plan import QuantizationPlan
 from pit_deploy.quantize.round_to_nearest import round_to_nearest
+from pit_deploy.runtimes import executorch_package
 from pit_deploy.runtimes.executorch import ExecutorchRuntime, FullExecutorchRuntime, program_metadata
 from pit_deploy.runtimes.executorch_package import check_pairing
 from pit_export.executorch import ExecutorchExporter
+from pit_export.executorch_lowering import PROFILES
 
 pytest.importorskip("executorch.exir")
 CONTEXT = 96
@@ -57,11 +60,12 @@ def export_tiny(
     tables="fp32",
     tokenizer_length=None,
     shared=True,
+    bits=None,
     **options,
 ):
     exporter = ExecutorchExporter(shared=shared)
     chosen = ExportOptions(to="executorch", context=CONTEXT, weights=weights, tables=tables, **options)
-    plan = QuantizationPlan(weights, tables, chosen.block_size, grids=exporter.grids(chosen))
+    plan = QuantizationPlan(weights, tables, chosen.block_size, grids=exporter.grids(chosen), bits=bits or {})
     config, model = tiny.config(), with_tokenizer(tiny, directory / "source")
     length = tokenizer_length or config.vocab_size
     artifact = exporter.write(model, config, chosen, plan, length, directory)
@@ -137,6 +141,22 @@ def test_a_norm_bears_an_activation_whose_square_overflows_float16(tiny, program
     found_states, _ = runtime.hidden_states(held.ids)
     others = np.arange(64) != 5
     np.testing.assert_allclose(found_states[0][:, others], states[0][:, others], atol=1e-6)
+
+
+def test_a_program_of_a_fixed_length_is_given_one_token_at_a_time(tiny, program, monkeypatch):
+    """Metal's delegate takes no free length; here the same program in XNNPACK."""
+    fixed = replace(PROFILES["xnnpack"], free_length=False)
+    monkeypatch.setattr("pit_export.executorch_lowering.PROFILES", {**PROFILES, "xnnpack": fixed})
+    model = tiny("llama", num_hidden_layers=1)
+    states, expected = model.reference()
+    runtime = program(model, logits="all")
+    assert runtime.artifact.inputs[0]["shape"] == [1, 1]
+    assert not program_metadata(runtime.model_path)["enable_dynamic_shape"]
+    found, places = steps(runtime, model.ids, 33, *[1] * 7)
+    np.testing.assert_allclose(found, expected[places], atol=2e-4)
+    found_states, found = runtime.hidden_states(model.ids)
+    np.testing.assert_allclose(found, expected, atol=2e-4)
+    np.testing.assert_allclose(found_states[:-1], states, atol=2e-4)
 
 
 def test_portable_profile_equals_transformers(tiny, program):
@@ -242,16 +262,19 @@ def test_the_program_tells_runners_what_the_checkpoint_says(int8):
     }
 
 
-def test_int4_weights_in_blocks_with_int8_tables(tiny, program):
+def test_int4_weights_in_blocks_with_int8_tables_and_two_finer_matrices(tiny, program):
+    """XNNPACK takes both granularities in one delegate, as a search may choose them."""
     model = tiny("llama", num_hidden_layers=1)
-    runtime = program(model, weights="int4", tables="int8")
+    finer = {f"model.layers.0.{name}_proj.weight": 8 for name in ("mlp.down", "self_attn.v")}
+    runtime = program(model, weights="int4", tables="int8", bits=finer)
     options = runtime.exporter.grids(ExportOptions(to="executorch"))
-    assert {error["bits"] for error in runtime.plan.errors if "proj" in error["name"]} == {4}
+    made = {error["name"]: error["bits"] for error in runtime.plan.errors}
+    assert {name for name, bits in made.items() if bits == 4} == {n for n in made if "proj" in n} - {*finer}
     other = copy.deepcopy(model.model)
     with torch.no_grad():
         for name, value in other.named_parameters():
             if value.ndim == 2:
-                bits = 4 if "proj" in name else 8
+                bits = made[name]
                 value.copy_(torch.from_numpy(round_to_nearest(value.numpy(), options[bits]).dequantize()))
         expected = other(torch.tensor([model.ids])).logits[0].numpy()
     found, places = steps(runtime, model.ids, 33, *[1] * 7)
@@ -282,3 +305,19 @@ def test_versions_that_do_not_go_together_are_named():
         check_pairing("1.4.1", "2.12.1")
     with pytest.raises(PitDeployError, match=r"executorch 1\.0\.0 is not a version"):
         check_pairing("1.0.0", "2.13.0")
+
+
+@pytest.mark.parametrize("package", ["executorch", "torchao", "pytorch_tokenizers"])
+def test_a_missing_package_names_the_extra(tiny, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"'{package}'.*pip install 'pit-deploy\[executorch\]'"):
+        ExecutorchExporter().check(tiny("llama").config(), ExportOptions(to="executorch"))
+
+
+def test_another_torch_is_refused_on_import_before_it_fails_in_its_own_way(tiny, monkeypatch):
+    real = executorch_package.version
+    monkeypatch.setattr(
+        executorch_package, "version", lambda name: {"torch": "2.12.1"}.get(name) or real(name)
+    )
+    with pytest.raises(PitDeployError, match=r"was built for torch 2\.13, and torch 2\.12\.1 is installed"):
+        ExecutorchExporter().check(tiny("llama").config(), ExportOptions(to="executorch"))

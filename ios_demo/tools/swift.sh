@@ -6,13 +6,13 @@ set -eu
 
 demo=$(cd "$(dirname "$0")/.." && pwd)
 repository=$(dirname "$demo")
-DIR=$(realpath -m "${PIT_SWIFT:-$repository/build/swift}")
 tool=${TOOL:-swift}
 
 if command -v "$tool" >/dev/null && "$tool" --version 2>&1 | grep -q 'Swift version 6'; then
   cd "$demo"
   exec "$tool" "$@"
 fi
+DIR=$(realpath -m "${PIT_SWIFT:-$repository/build/swift}")
 if [ ! -x "$DIR/usr/bin/$tool" ] && ! chroot "$DIR" sh -c "command -v $tool" >/dev/null 2>&1; then
   echo "There is no Swift 6 toolchain; make one with: sudo ios_demo/tools/setup_swift.sh" >&2
   exit 3

@@ -7,7 +7,7 @@ round that a lost connection cut short goes on with the samples that are missing
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -83,17 +83,27 @@ def bench_devices(
                 f"{candidate.path} is for {runtime}, and the runner on devices opens onnx bundles."
             )
     serials = choose_devices(device)
+
+    def measure(serial: str, told: Progress) -> BenchReport:
+        return _DeviceBench(serial, candidates, settings, cool_seconds, told).run()
+
+    return on_devices(serials, measure, progress)
+
+
+def on_devices(
+    serials: Sequence[str], measure: Callable[[str, Progress], BenchReport], progress: Progress
+) -> list[DeviceResult]:
+    """What `measure` makes of each device, all at the same time."""
     told = _locked(progress)
 
-    def measure(serial: str) -> DeviceResult:
+    def result(serial: str) -> DeviceResult:
         try:
-            report = _DeviceBench(serial, candidates, settings, cool_seconds, told).run()
-            return DeviceResult(serial, report, None)
+            return DeviceResult(serial, measure(serial, told), None)
         except PitDeployError as error:
             return DeviceResult(serial, None, str(error))
 
     with ThreadPoolExecutor(len(serials)) as pool:
-        return list(pool.map(measure, serials))
+        return list(pool.map(result, serials))
 
 
 @dataclass
@@ -181,7 +191,6 @@ class _DeviceBench:
                 if prepare == "drop" and not answer["dropped"]:
                     continue
                 share = runner.request("share")[0]["share"]
-            with self._runner(candidate) as runner:
                 opened, _ = runner.request("open", threads=count, config=SESSION)
                 first = runner.request("first", ids=ids[:shortest])[0]["seconds"]
                 if prepare == "read":

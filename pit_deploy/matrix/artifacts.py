@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -12,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from pit_deploy.bundle import Bundle, sha256
+from pit_deploy.bundle import CARRIED, Bundle, sha256
 from pit_deploy.errors import InputError, PitDeployError
 from pit_deploy.files import atomic_output
-from pit_deploy.manifest import Manifest
+from pit_deploy.json_files import read_json
 from pit_deploy.matrix.table import LAYOUTS, PRECISIONS, Row
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -70,53 +69,50 @@ class Subject:
     def rows(self) -> list[Row]:
         """Its rows, in the order of the table."""
         if not self.bundles:
-            return [
-                Row(checkpoint=self.name, layout=a, precision=p)
-                for a in self.layouts
-                for p in self.precisions
-            ]  # type: ignore[arg-type]
-        # A damaged bundle keeps its row: the manifest alone is read here.
-        found = {self._row(bundle) for bundle in self.bundles}
-        order = {(a, p): n for n, (a, p) in enumerate((a, p) for a in LAYOUTS for p in PRECISIONS)}
-        return sorted(found, key=lambda row: order[row.layout, row.precision])
+            return [_row(self.name, layout, p) for layout in self.layouts for p in self.precisions]
+        order = [_row(self.name, layout, p) for layout in LAYOUTS for p in PRECISIONS]
+        return sorted({self._row(bundle) for bundle in self.bundles}, key=order.index)
 
     def given(self, row: Row, target: str) -> Path | None:
         """The bundle of a row among `bundles`; None where there is none. Raises `InputError` for two."""
-        fit = [b for b in self.bundles if manifest_of(b).runtime == target and self._row(b) == row]
+        fit = [b for b in self.bundles if setting_of(b)[0] == target and self._row(b) == row]
         if len(fit) > 1:
             raise InputError(f"{fit[0]} and {fit[1]} are the same setting of {self.name}; give one of them.")
         return fit[0] if fit else None
 
     def _row(self, bundle: Path) -> Row:
-        manifest = manifest_of(bundle)
-        return Row(checkpoint=self.name, layout=manifest.layout, precision=precision_of(manifest))  # type: ignore[arg-type]
+        _, layout, precision = setting_of(bundle)
+        return _row(self.name, layout, precision)
+
+
+def _row(checkpoint: str, layout: str, precision: str) -> Row:
+    return Row.model_validate({"checkpoint": checkpoint, "layout": layout, "precision": precision})
 
 
 class NoArtifact(PitDeployError):
     """A row has no artifact for a target; the message says why."""
 
 
-def precision_of(manifest: Manifest) -> str:
-    """The precision of a bundle as the table names it: `mixed` where weights, tables or single tensors differ."""
-    stated = {manifest.precision.weights, manifest.precision.tables}
-    bits = {error.bits for error in manifest.quantization}
-    return "mixed" if len(stated) > 1 or len(bits) > 1 else manifest.precision.weights
+def setting_of(bundle: Path) -> tuple[str, str, str]:
+    """Runtime, layout and precision of a bundle, by its manifest alone: a damaged one keeps its place in the table.
 
-
-@cache
-def _parsed(text: bytes, name: str) -> Manifest:
-    from pit_deploy.manifest_reader import parse_manifest
-
-    return parse_manifest(text, name)
-
-
-def manifest_of(bundle: Path) -> Manifest:
-    """The manifest alone: no other file of the bundle is looked at."""
-    file = bundle / "manifest.json"
+    The precision is `mixed` where weights, tables or single tensors differ. Raises `InputError` where the manifest
+    does not say.
+    """
+    manifest = read_json(bundle / "manifest.json")
     try:
-        return _parsed(file.read_bytes(), str(file))
-    except OSError as error:
-        raise InputError(f"{file} cannot be read ({error.strerror}); give the folder of a bundle.") from error
+        precision = manifest["precision"]
+        stated = {precision["weights"], precision["tables"]}
+        bits = {tensor["bits"] for tensor in manifest["quantization"]}
+        mixed = len(stated) > 1 or len(bits) > 1
+        setting = manifest["runtime"], manifest["layout"], "mixed" if mixed else precision["weights"]
+        _row(bundle.name, *setting[1:])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{bundle / 'manifest.json'} does not say runtime, layout and precision; give a bundle that pit-deploy "
+            f"export wrote."
+        ) from error
+    return setting
 
 
 def prepare(subject: Subject, row: Row, target: str, store: Path) -> Path:
@@ -158,16 +154,7 @@ def _make(source: Path, target: str, options: dict[str, Any], out: Path, key: st
             export(source, partial / "bundle", to=target, **options)
         except InputError as error:
             raise NoArtifact(f"not exported: {error}") from error
-        if target == "hf":  # what transformers reads besides the weights
-            _complete(source, partial / "bundle")
         (partial / ".key").write_text(key)
-
-
-def _complete(source: Path, directory: Path) -> None:
-    from pit_deploy.bundle import carry_files
-
-    if not (directory / "tokenizer.json").is_file():
-        carry_files(source, directory)
 
 
 def _key(source: Path, target: str, options: dict[str, Any]) -> str:
@@ -188,6 +175,12 @@ def content_hash(folder: Path) -> str:
     for file in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != ".key"):
         digest.update(f"{file.relative_to(folder).as_posix()} {sha256(file)}\n".encode())
     return digest.hexdigest()
+
+
+def carried_hash(folder: Path) -> str:
+    """SHA-256 over the files of a checkpoint that bundles carry."""
+    there = [folder / name for name in CARRIED if (folder / name).is_file()]
+    return hashlib.sha256("".join(f"{p.name} {sha256(p)}" for p in there).encode()).hexdigest()
 
 
 def code_hash(*files: Path) -> str:
@@ -233,8 +226,6 @@ def package_version(name: str) -> str | None:
 
 def carried_differences(bundle: Bundle, source: Path) -> list[str]:
     """Sentences on files that an export copies from the checkpoint and that are others here, byte for byte."""
-    from pit_deploy.bundle import CARRIED
-
     found = []
     for name in CARRIED:
         ours, theirs = bundle.path / name, source / name
@@ -271,8 +262,3 @@ def _tokenizer_difference(here: dict[str, Any], there: dict[str, Any]) -> str:
 def _merge(merge: Any) -> str:
     """A merge is written as "a b" or as ["a", "b"]."""
     return merge if isinstance(merge, str) else " ".join(merge)
-
-
-def remove(path: Path) -> None:
-    """Remove a kept folder."""
-    shutil.rmtree(path, ignore_errors=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from pit_deploy.errors import InputError, MissingExtraError, PitDeployError
 from pit_deploy.gates import GATES
 from pit_deploy.golden import GoldenRecord
 from pit_deploy.matrix.artifacts import NoArtifact, Subject, carried_differences, prepare
-from pit_deploy.matrix.columns import absence
 from pit_deploy.matrix.table import Cell, Column, Row, Status, logits_of, text_of
 
 THREADS = 1
@@ -19,30 +19,19 @@ SAME_BUNDLE = " on the same bundle"
 """How a reference that is a runtime, and not the record, is called."""
 
 
-def check(subject: Subject, row: Row, column: Column, store: Path) -> Cell:
+def check(subject: Subject, row: Row, column: Column, artifact: Path, store: Path) -> Cell:
     """Check one cell. Whatever goes wrong in the artifact or the runtime is in the cell; nothing is raised for it."""
-    absent = absence(column)
-    if absent is not None:
-        return empty_cell(row, column, "not_run", absent)
-    try:
-        artifact = prepare(subject, row, column.target, store)
-    except NoArtifact as error:
-        return empty_cell(row, column, "not_run", str(error))
-    except PitDeployError as error:
-        return empty_cell(row, column, "failed", str(error))
     started = time.perf_counter()
     try:
         if column.target in ("fold", "hf"):
             found = _check_fold(subject, row, column, artifact, store)
         else:
             found = _check_bundle(subject, column, artifact)
-    except MissingExtraError as error:
+    except (MissingExtraError, NoArtifact) as error:
         return empty_cell(row, column, "not_run", str(error))
     except PitDeployError as error:
         return empty_cell(row, column, "failed", str(error), artifact=artifact.name)
-    except (
-        Exception
-    ) as error:  # a runtime's own failure belongs into the table, and the other cells must follow
+    except Exception as error:  # whatever a runtime raises belongs into the table, and the other cells follow
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return empty_cell(row, column, "failed", reason, artifact=artifact.name)
     emulated = bool(found.pop("emulated", False))
@@ -97,6 +86,8 @@ def _check_bundle(subject: Subject, column: Column, artifact: Path) -> dict[str,
             "notes": _few_tokens(text.tokens),
         }
     report = verify(bundle, runtime=column.name, layers=True, threads=THREADS)
+    if not report.answered:
+        raise PitDeployError("; ".join(report.failures))
     return {
         "reasons": tuple(report.failures),
         "artifact_bytes": size,
@@ -119,7 +110,7 @@ def _check_fold(subject: Subject, row: Row, column: Column, artifact: Path, stor
     from pit_deploy.runtimes.torch import open_folded, open_plain
     from pit_deploy.text_parity import TextReport, recorded_text
 
-    bundle = Bundle.open(_recorded(subject, row, store), check_hashes=True)
+    bundle = _recorded(subject, row, store)
     golden = GoldenRecord.load(bundle.path)
     manifest = bundle.manifest
     runtime: Any
@@ -149,7 +140,12 @@ def _check_fold(subject: Subject, row: Row, column: Column, artifact: Path, stor
             precision=row.precision,
             prompt=golden.prompts[golden.greedy_prompt].text,
             expected=expected.text,
-            found=transformers_text(artifact, golden.prompts[golden.greedy_prompt].text, expected.count),
+            found=transformers_text(
+                artifact,
+                golden.prompts[golden.greedy_prompt].text,
+                expected.count,
+                special=not manifest.chat_template,
+            ),
             tokens=expected.tokens,
             required=GATES[row.precision].greedy,
             ended=expected.ended,
@@ -165,21 +161,32 @@ def _check_fold(subject: Subject, row: Row, column: Column, artifact: Path, stor
     }
 
 
-def _recorded(subject: Subject, row: Row, store: Path) -> Path:
-    """A bundle with the golden record of the subject's checkpoint."""
-    if subject.bundles:
-        return subject.bundles[0]
-    return prepare(subject, row, "onnx", store)
+def _recorded(subject: Subject, row: Row, store: Path) -> Bundle:
+    """An undamaged bundle with the golden record of the subject's checkpoint; raises `NoArtifact` where none is."""
+    if not subject.bundles:
+        return Bundle.open(prepare(subject, row, "onnx", store))
+    for path in subject.bundles:
+        with contextlib.suppress(PitDeployError):
+            bundle = Bundle.open(path)
+            bundle.check_end_ids()
+            for name in ("golden.json", "golden.safetensors"):
+                bundle.check_hash(name)
+            if subject.source is None or not carried_differences(bundle, subject.source):
+                return bundle
+    raise NoArtifact("none of the bundles is undamaged and carries a golden record")
 
 
-def transformers_text(directory: Path, prompt: str, count: int) -> str:
-    """The greedy continuation that transformers itself makes of a folder: its tokenizer, cache, loop and end ids."""
+def transformers_text(directory: Path, prompt: str, count: int, *, special: bool) -> str:
+    """The greedy continuation that transformers itself makes of a folder: its tokenizer, cache, loop and end ids.
+
+    `special` lets the tokenizer add its own special tokens, which a chat's text holds already.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=special)["input_ids"]
     with torch.no_grad():
         found = model.generate(ids, do_sample=False, max_new_tokens=count, pad_token_id=0)
     return str(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 
-from pit_deploy.errors import InputError
+from pit_deploy.errors import InputError, PitDeployError
 from pit_deploy.matrix.artifacts import package_version
 from pit_deploy.matrix.table import Column
-from pit_deploy.runtimes import FIT, TEXT_FIT
+from pit_deploy.runtimes import FIT, TAKE_MORE, TEXT_FIT
 
 _PACKAGES = {
     "torch": "torch",
@@ -27,7 +27,7 @@ VARIANTS = {
 }
 """Emulated processors, each a column."""
 _ORDER = ("torch", "transformers", "onnxruntime", "genai", "arm64-onnxruntime", "onnxruntime-web", "chromium")
-_LAST = ("transformers.js", "executorch", "executorch-runner", "arm64-executorch", "mil", "coreml")
+_LAST = ("transformers.js", "executorch", "executorch-runner", "arm64-executorch", "mil", "coreml", "adb")
 
 
 def all_columns() -> tuple[Column, ...]:
@@ -53,7 +53,11 @@ def choose_columns(names: Sequence[str] | None) -> tuple[Column, ...]:
         return known
     chosen = []
     for name in names:
+        base = name.split(":")[0]
         fit = [c for c in known if name in (c.name, c.name.split(":")[0])]
+        if not fit and base in TAKE_MORE:  # a device by its serial number, or a processor that has no column
+            fit = [c.model_copy(update={"name": name}) for c in known if base == c.name.split(":")[0]][:1]
+            known = (*known, *fit)
         if not fit:
             raise InputError(f"there is no runtime {name!r}; known are {', '.join(c.name for c in known)}.")
         chosen += fit
@@ -70,7 +74,7 @@ def absence(column: Column) -> str | None:
     probe = _PROBES.get(name)
     try:
         return None if probe is None else probe()
-    except InputError as error:
+    except PitDeployError as error:
         return str(error)
 
 
@@ -106,6 +110,15 @@ def _arm64(kind: str) -> Callable[[], str | None]:
     return probe
 
 
+def _device() -> str | None:
+    from pit_deploy.runtimes.adb import choose_devices
+    from pit_deploy.runtimes.adb_files import local_runner
+
+    choose_devices(None)
+    local_runner()
+    return None
+
+
 _PROBES: dict[str, Callable[[], str | None]] = {
     "coreml": _core_ml,
     "onnxruntime-web": _node,
@@ -113,6 +126,7 @@ _PROBES: dict[str, Callable[[], str | None]] = {
     "transformers.js": _browser,
     "arm64-onnxruntime": _arm64("onnx"),
     "arm64-executorch": _arm64("executorch"),
+    "adb": _device,
 }
 
 

@@ -54,7 +54,8 @@ def run_matrix(
                 kept.append(column)
             else:
                 left_out.append(empty_cell(row, column, "not_run", reason))
-        jobs += [Job(subject, row, group) for group in _by_target(kept)]
+        if kept:
+            jobs.append(Job(subject, row, tuple(kept)))
     total = len(rows) * len(columns)
     cells = left_out
     found = run_here(jobs, store) if processes == 0 else run_in_processes(jobs, store, processes, seconds)
@@ -89,12 +90,6 @@ def _rows(subject: Subject) -> list[Row]:
     rows = subject.rows()
     if subject.bundles and subject.source is not None:  # the fold needs no bundle of its own
         for layout in ("shared", "untied"):
-            row = Row(checkpoint=subject.name, layout=layout, precision="fp32")  # type: ignore[arg-type]
+            row = Row.model_validate({"checkpoint": subject.name, "layout": layout, "precision": "fp32"})
             rows = rows if row in rows else [row, *rows]
     return rows
-
-
-def _by_target(columns: Sequence[Column]) -> list[tuple[Column, ...]]:
-    """Columns that open the same artifact, the bundle's usual runtime first."""
-    targets = list(dict.fromkeys(column.target for column in columns))
-    return [tuple(column for column in columns if column.target == target) for target in targets]

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pit_deploy.files import atomic_output
-from pit_deploy.matrix.artifacts import Subject, code_hash, content_hash, package_versions
+from pit_deploy.matrix.artifacts import Subject, carried_hash, code_hash, content_hash, package_versions
 from pit_deploy.matrix.table import Cell, Column, Row
 
 _ROOT = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ class CellStore:
 def cell_key(subject: Subject, row: Row, column: Column, artifact: Path) -> str:
     """SHA-256 over everything that decides a cell: the artifact's bytes, the carried files of its checkpoint, the code
     that checks, the runtime and its version."""
-    source = "" if subject.source is None else content_hash(subject.source)
+    source = "" if subject.source is None else carried_hash(subject.source)
     parts = [
         row.model_dump_json(),
         column.model_dump_json(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -172,8 +173,9 @@ class Cell(_Part):
 
     @property
     def name(self) -> str:
-        """Unique in the matrix."""
-        return "-".join((self.row.checkpoint, self.row.layout, self.row.precision, self.runtime))
+        """Unique in the matrix, and fit for a link."""
+        name = "-".join((self.row.checkpoint, self.row.layout, self.row.precision, self.runtime))
+        return re.sub(r"[^\w.:-]", "_", name)
 
     @property
     def red(self) -> bool:

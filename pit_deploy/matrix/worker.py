@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from pit_deploy.errors import PitDeployError
-from pit_deploy.matrix.artifacts import Subject, prepare
+from pit_deploy.errors import MissingExtraError, PitDeployError
+from pit_deploy.matrix.artifacts import NoArtifact, Subject, prepare
 from pit_deploy.matrix.checks import check, empty_cell
+from pit_deploy.matrix.columns import absence
 from pit_deploy.matrix.store import CellStore, cell_key
 from pit_deploy.matrix.table import Cell, Column, Row
 
-SECONDS = 1800.0
+SECONDS = 3600.0
 """A cell that takes longer has hung."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """The cells of one artifact."""
+    """The cells of one row: no two processes make the same artifact."""
 
     subject: Subject
     row: Row
@@ -31,24 +34,27 @@ class Job:
 
 def checked(job: Job, folder: Path) -> Iterator[Cell]:
     """The cells of a job, from the store where nothing that matters has changed."""
-    store = CellStore(folder)
     for column in job.columns:
-        key = _key(job, column, folder)
-        cell = store.load(key) if key is not None else None
-        if cell is None:
-            cell = check(job.subject, job.row, column, folder)
-            if key is not None:
-                store.save(key, cell)
-        yield cell
+        yield _cell(job.subject, job.row, column, folder)
 
 
-def _key(job: Job, column: Column, folder: Path) -> str | None:
-    """None where there is no artifact to speak of; `check` says why."""
+def _cell(subject: Subject, row: Row, column: Column, folder: Path) -> Cell:
+    absent = absence(column)
+    if absent is not None:
+        return empty_cell(row, column, "not_run", absent)
     try:
-        artifact = prepare(job.subject, job.row, column.target, folder)
-        return cell_key(job.subject, job.row, column, artifact)
-    except (PitDeployError, OSError):
-        return None
+        artifact = prepare(subject, row, column.target, folder)
+        key = cell_key(subject, row, column, artifact)
+    except (NoArtifact, MissingExtraError) as error:
+        return empty_cell(row, column, "not_run", str(error))
+    except (PitDeployError, OSError) as error:
+        return empty_cell(row, column, "failed", str(error))
+    store = CellStore(folder)
+    cell = store.load(key)
+    if cell is None:
+        cell = check(subject, row, column, artifact, folder)
+        store.save(key, cell)
+    return cell
 
 
 def run_here(jobs: list[Job], folder: Path) -> Iterator[Cell]:
@@ -80,9 +86,7 @@ def run_in_processes(
             for worker in busy:
                 if worker.pipe not in ready and worker.left(seconds) > 0:
                     continue
-                cell = worker.receive(hung=worker.pipe not in ready)
-                if cell is not None:
-                    yield cell
+                yield worker.receive(hung=worker.pipe not in ready)
                 if worker.dead:
                     workers.remove(worker)
                     rest = worker.rest()
@@ -110,14 +114,15 @@ class _Worker:
 
     def give(self, job: Job) -> None:
         self.job, self._done = job, 0
-        self.pipe.send(job)
-        self._since = _now()
+        with contextlib.suppress(OSError):  # a process that died while it waited: `receive` says so
+            self.pipe.send(job)
+        self._since = time.monotonic()
 
     def left(self, seconds: float) -> float:
         """Seconds until its present cell counts as hung."""
-        return max(self._since + seconds - _now(), 0.0)
+        return max(self._since + seconds - time.monotonic(), 0.0)
 
-    def receive(self, *, hung: bool) -> Cell | None:
+    def receive(self, *, hung: bool) -> Cell:
         """The next cell of the job; a cell that says so where the process died or hangs."""
         assert self.job is not None
         column = self.job.columns[self._done]
@@ -132,7 +137,7 @@ class _Worker:
             reason = f"the process of the check {how or _ending(self._process.exitcode or 0)}"
             cell = empty_cell(self.job.row, column, "failed", reason)
         self._done += 1
-        self._since = _now()
+        self._since = time.monotonic()
         if not self.dead and self._done == len(self.job.columns):
             self.job = None
         return cell
@@ -153,19 +158,11 @@ class _Worker:
 
 def _serve(pipe: Connection, folder: Path) -> None:
     """What a child process does until the parent closes the pipe."""
-    while True:
-        try:
-            job: Job = pipe.recv()
-        except (EOFError, OSError):
-            return
-        for cell in checked(job, folder):
-            pipe.send(cell)
-
-
-def _now() -> float:
-    import time
-
-    return time.monotonic()
+    # A person's interrupt reaches all processes; the parent says what there is to say.
+    with contextlib.suppress(EOFError, ConnectionError, KeyboardInterrupt):
+        while True:
+            for cell in checked(pipe.recv(), folder):
+                pipe.send(cell)
 
 
 def _ending(status: int) -> str:

@@ -254,3 +254,35 @@ def test_bad_weights_are_refused(weights: tuple[float, float]) -> None:
 def test_apply_basis_refuses_another_width() -> None:
     with pytest.raises(InputError, match=r"table is \[5, 3\]"):
         apply_basis(np.zeros((5, 3)), np.eye(4), np.eye(4), Basis(np.eye(4), np.eye(4)))
+
+
+def test_a_sorted_basis_puts_the_best_approximation_in_front() -> None:
+    """The leading columns are the best of their rank for logits over states and rows; the model stays the same."""
+    table, head_map, embedding_map, states = problem()
+    columns, moment = 8, moment_of(states)
+    rows = table.T @ table / len(table)
+    basis = quantization_basis(head_map, embedding_map, moment, row_second_moment=rows, leading=columns)
+    np.testing.assert_allclose(basis.matrix @ basis.inverse, np.eye(len(head_map)), atol=1e-9)
+    ridge = 1e-3 * np.trace(moment) / len(moment)
+    root = np.linalg.cholesky(moment + ridge * np.eye(len(moment)))
+    logits = table @ head_map @ root  # [vocabulary, size]: their squares are summed over rows and states
+    estimate = (table @ basis.matrix)[:, :columns] @ (basis.inverse @ head_map)[:columns] @ root
+    singular = np.linalg.svd(logits, compute_uv=False)
+    assert np.linalg.norm(logits - estimate) ** 2 == pytest.approx((singular[columns:] ** 2).sum(), rel=1e-6)
+
+
+def test_rotations_of_a_sorted_basis_stay_within_its_blocks() -> None:
+    _, head_map, embedding_map, states = problem()
+    spans = []
+    for seed in (0, 1, None):
+        basis = quantization_basis(head_map, embedding_map, moment_of(states), leading=8, rotation_seed=seed)
+        spans.append(basis.matrix[:, :8] @ np.linalg.pinv(basis.matrix[:, :8]))
+    np.testing.assert_allclose(spans[0], spans[1], atol=1e-9)
+    np.testing.assert_allclose(spans[0], spans[2], atol=1e-9)
+
+
+@pytest.mark.parametrize("leading", [0, 24, -1])
+def test_a_sorted_block_of_all_or_no_columns_is_refused(leading: int) -> None:
+    _, head_map, embedding_map, states = problem()
+    with pytest.raises(InputError, match=f"leading is {leading}"):
+        quantization_basis(head_map, embedding_map, moment_of(states), leading=leading)

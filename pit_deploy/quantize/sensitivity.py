@@ -29,6 +29,8 @@ LARGE = 0.05  # share of all that can be saved, from which on a group is tried i
 MAX_LARGE = 2
 TABLE = "table"
 RANKING_WINDOWS = 2
+WHOLE_ROW = 2**31
+"""A block of activations that no row is longer than: one scale a token."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,7 @@ class Trial:
 
     `tensors` has the candidates by name and bits. Tables go by the names that exporters use. `activations` is
     the block size of int8 activations to simulate (None: float activations): ONNX Runtime's accuracy level 4
-    rounds the inputs of each matrix so.
+    rounds the inputs of each matrix so, ExecuTorch a `WHOLE_ROW` at a time.
     """
 
     def __init__(
@@ -379,6 +381,7 @@ def round_activations(x: torch.Tensor, block_size: int) -> torch.Tensor:
     from torch.nn import functional as F
 
     columns = x.shape[-1]
+    block_size = min(block_size, columns)
     blocks = -(-columns // block_size)
     blocked = F.pad(x, (0, blocks * block_size - columns)).unflatten(-1, (blocks, block_size))
     scale = (blocked.abs().amax(-1, keepdim=True) / 127).clamp_(min=torch.finfo(torch.float32).tiny)

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from pit_deploy.quantize.calibrated import quantize_model  # noqa: E402
-from pit_deploy.quantize.sensitivity import Trial, group_tensors, round_activations  # noqa: E402
+from pit_deploy.quantize.sensitivity import WHOLE_ROW, Trial, group_tensors, round_activations  # noqa: E402
 from pit_deploy.runtimes.torch import open_folded  # noqa: E402
 
 IDS = [(11 * i * i + 5 * i) % 250 for i in range(400)]
@@ -83,6 +83,7 @@ def test_groups_go_by_layer_and_input() -> None:
 def test_rounded_activations_by_hand() -> None:
     x = torch.tensor([[127.0, 0.4, -0.6, 0.0, 254.0, 1.1]])
     assert round_activations(x, 4).tolist() == [[127.0, 0.0, -1.0, 0.0, 254.0, 2.0]]
+    assert round_activations(x, WHOLE_ROW).tolist() == [[128.0, 0.0, 0.0, 0.0, 254.0, 2.0]]
 
 
 @pytest.fixture

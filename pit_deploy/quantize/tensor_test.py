@@ -196,3 +196,16 @@ def test_fields_that_do_not_fit_are_refused(change: Any, match: str) -> None:
     _, tensor = quantized(2, 40, 32, 4, True)
     with pytest.raises(InputError, match=match):
         dataclasses.replace(tensor, **change)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_block_of_columns_has_the_same_values(bits: int) -> None:
+    weight = np.random.default_rng(0).standard_normal((5, 70)).astype(np.float32)
+    tensor = round_to_nearest(weight, QuantizationOptions(bits, 16, symmetric=False))
+    for start, stop in ((0, 32), (32, 70), (16, 64)):
+        np.testing.assert_array_equal(
+            tensor.column_block(start, stop).dequantize(), tensor.dequantize()[:, start:stop]
+        )
+    for start, stop in ((0, 20), (8, 32), (32, 32), (64, 80)):
+        with pytest.raises(InputError, match="between blocks"):
+            tensor.column_block(start, stop)

@@ -150,12 +150,8 @@ class Adb:
         return text or None
 
     def push(self, source: Path, target: str) -> None:
-        """Copy a file to the device, whole or not at all."""
-        partial = f"{target}.partial"
-        folder = shlex.quote(str(Path(target).parent))
-        self.shell(f"mkdir -p {folder}")
-        self._run(["push", str(source), partial], f"copying {source.name}", _PUSH_SECONDS)
-        self.shell(f"mv {shlex.quote(partial)} {shlex.quote(target)}")
+        """Copy a file into a folder that is there. Where it is cut short a part of the file may be left."""
+        self._run(["push", str(source), target], f"copying {source.name}", _PUSH_SECONDS)
 
     def pull(self, source: str, target: Path) -> None:
         """Copy a file from the device."""

@@ -6,7 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from pit_deploy.bundle import MANIFEST, Bundle, sha256
 from pit_deploy.errors import InputError, PitDeployError
@@ -66,10 +66,8 @@ def install(adb: Adb, bundle: Bundle, *, progress: Progress = silent) -> Install
     folder = f"{WORK}/bundle-{sha256(bundle.path / MANIFEST)[:16]}"
     installed = Installed(f"{runner}/{RUNNER}", folder)
     files = [(file, f"{runner}/{file.name}") for file in programs]
-    # The manifest last: a folder without it is no bundle yet.
-    names = [*(entry.path for entry in bundle.manifest.files), MANIFEST]
-    files += [(bundle.path / name, f"{folder}/{name}") for name in names]
-    _push_missing(adb, files, progress)
+    files += bundle_files(bundle, folder)
+    push_missing(adb, files, progress)
     adb.insist(lambda: adb.shell(f"chmod 755 {shlex.quote(installed.runner)}"))
     for _ in range(2):
         try:
@@ -79,9 +77,18 @@ def install(adb: Adb, bundle: Bundle, *, progress: Progress = silent) -> Install
             if error.kind not in _FILE_KINDS:
                 raise
             adb.insist(lambda: adb.shell(f"rm -rf {shlex.quote(folder)}"))
-            _push_missing(adb, files, progress)
+            push_missing(adb, files, progress)
             failed = error
     raise PitDeployError(f"The bundle was changed twice on its way to {adb.serial}: {failed}")
+
+
+def bundle_files(bundle: Bundle, folder: str) -> list[tuple[Path, str]]:
+    """The files of a bundle with their places in a folder of a device.
+
+    The manifest is the last: a folder without it is no bundle yet.
+    """
+    names = [*(entry.path for entry in bundle.manifest.files), MANIFEST]
+    return [(bundle.path / name, f"{folder}/{name}") for name in names]
 
 
 def start_runner(adb: Adb, installed: Installed) -> RunnerProcess:
@@ -99,12 +106,16 @@ def _check(adb: Adb, installed: Installed) -> None:
         runner.request("check", hashes=True)
 
 
-def _push_missing(adb: Adb, files: Sequence[tuple[Path, str]], progress: Progress) -> None:
+def push_missing(adb: Adb, files: Sequence[tuple[Path, str]], progress: Progress) -> None:
+    """Push what is not there with its size. Raises `PitDeployError` before anything is pushed where room is missing."""
     total = sum(source.stat().st_size for source, _ in files)
     done = 0
     present = adb.insist(lambda: _sizes(adb, [target for _, target in files]))
     missing = [(s, t) for s, t in files if present.get(t) != s.stat().st_size]
     _check_room(adb, missing)
+    if missing:
+        folders = sorted({shlex.quote(str(PurePosixPath(target).parent)) for _, target in missing})
+        adb.insist(lambda: adb.shell(f"mkdir -p {' '.join(folders)}"))
     for source, target in files:
         if (source, target) in missing:
             progress(f"push to {adb.serial}", done, total)
@@ -127,9 +138,10 @@ def _sizes(adb: Adb, paths: Sequence[str]) -> dict[str, int]:
 
 def _check_room(adb: Adb, missing: Sequence[tuple[Path, str]]) -> None:
     needed = sum(source.stat().st_size for source, _ in missing)
-    free = adb.insist(lambda: adb.free_bytes(str(Path(WORK).parent)))
+    free = adb.insist(lambda: adb.free_bytes(str(PurePosixPath(WORK).parent)))
     if free is not None and needed > free:
         raise PitDeployError(
-            f"The device {adb.serial} has {free / 1e6:.0f} MB free at {Path(WORK).parent}, and {needed / 1e6:.0f} MB "
-            f"are to be copied there; free some room on it, or remove earlier bundles: adb shell rm -r {WORK}"
+            f"The device {adb.serial} has {free / 1e6:.0f} MB free at {PurePosixPath(WORK).parent}, and "
+            f"{needed / 1e6:.0f} MB are to be copied there; free some room on it, or remove earlier bundles: "
+            f"adb shell rm -r {WORK}"
         )

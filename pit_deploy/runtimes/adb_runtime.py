@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from pit_deploy.bundle import Bundle
-from pit_deploy.errors import RuntimeDiedError
+from pit_deploy.errors import InputError, RuntimeDiedError
 from pit_deploy.progress import Progress, silent
 from pit_deploy.runtimes.adb import RECONNECTS, Adb, choose_devices, is_lost
 from pit_deploy.runtimes.adb_files import Installed, install, start_runner
@@ -23,6 +23,8 @@ def open_device(
     Where the device goes away and comes back, the runner is started again and fed what it had. Raises `InputError`
     for a device that cannot be used.
     """
+    if serial == "all":
+        raise InputError("One device at a time is opened; name it in place of all.")
     adb = Adb(choose_devices(serial)[0])
     return runtime_on(adb, bundle, install(adb, bundle, progress=progress), threads=threads)
 
@@ -42,12 +44,12 @@ def runtime_on(
         return left >= 0 and is_lost(adb, error) and adb.wait()
 
     def place(graph: bytes) -> str:
-        target = f"{installed.bundle}-probe-{hashlib.sha256(graph).hexdigest()[:12]}.onnx"
+        name = f"../probe-{hashlib.sha256(graph).hexdigest()[:12]}.onnx"  # as seen from the bundle
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "probe.onnx"
             file.write_bytes(graph)
-            adb.insist(lambda: adb.push(file, target))
-        return target
+            adb.insist(lambda: adb.push(file, f"{installed.bundle}/{name}"))
+        return name
 
     return NativeRuntime(
         bundle,

@@ -24,6 +24,8 @@ QEMU = "qemu-aarch64-static"
 NAMES = {"arm64-onnxruntime": "onnx", "arm64-executorch": "executorch"}
 """The runtimes, and the kind of bundle that each opens."""
 NO_KLEIDIAI = "no-kleidiai"
+CALL_SECONDS = 3600.0
+"""A prompt through a real model takes minutes, and longer on a busy machine."""
 KLEIDIAI_OFF = {"mlas.disable_kleidiai": "1"}
 
 
@@ -146,7 +148,7 @@ def open_arm64(bundle: Bundle, name: str, *, threads: int | None = None) -> Runt
     def connect() -> RunnerProcess:
         command = emulator.command(choice.processor, emulator.runner, str(bundle.path.resolve()))
         where = f"ONNX Runtime on an emulated {choice.processor}"
-        return RunnerProcess(command, where=where, subject=str(bundle.path))
+        return RunnerProcess(command, where=where, subject=str(bundle.path), seconds=CALL_SECONDS)
 
     return NativeRuntime(
         bundle, connect, name=choice.label, threads=threads or 1, config=config, emulated=True

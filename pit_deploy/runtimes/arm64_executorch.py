@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from pit_deploy.bundle import Bundle
 from pit_deploy.errors import InputError, PitDeployError, RuntimeDiedError
 from pit_deploy.few_passes import is_large
+from pit_deploy.runtimes.arm64 import CALL_SECONDS, Choice, Emulator
 from pit_deploy.runtimes.base import check_room
 from pit_deploy.runtimes.native.process import RunnerError, RunnerProcess
-
-if TYPE_CHECKING:
-    from pit_deploy.runtimes.arm64 import Choice, Emulator
 
 WORKER = Path(__file__).with_name("arm64_worker.py")
 
@@ -81,11 +79,14 @@ class Arm64Executorch:
     def _start(self) -> None:
         emulator, processor = self._emulator, self._choice.processor
         program = f"{emulator.root(processor)}{emulator.python}"
-        command = emulator.command(processor, program, str(WORKER))
+        # -P: the worker's folder has modules called torch and executorch too.
+        command = emulator.command(processor, program, "-P", str(WORKER))
         self._process = RunnerProcess(
             command,
             where=f"ExecuTorch on an emulated {processor}",
             subject=str(self._bundle.path),
+            here="executorch",
+            seconds=CALL_SECONDS,
             environment={"PYTHONPATH": str(emulator.packages), "PYTHONDONTWRITEBYTECODE": "1"},
         )
         try:

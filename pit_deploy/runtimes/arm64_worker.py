@@ -11,10 +11,16 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+CUSTOM_OPERATORS = (
+    "extension/llm/custom_ops/libcustom_ops_aot_lib.so",
+    "kernels/quantized/libquantized_ops_aot_lib.so",
+)
+"""Kernels of the LLM extension and of quantised embeddings."""
 Run = Callable[[Sequence[int], int], list[np.ndarray]]
 """Ids and the position of the first; the outputs of the program's `forward`."""
 
@@ -34,13 +40,15 @@ def numpy_program(path: str) -> Run:
 def torch_program(path: str, threads: int) -> Run:
     """A program in ExecuTorch's own Python runtime, with the operators of the LLM extension."""
     import torch
-    from executorch.extension.pybindings import portable_lib
+    from executorch.extension.pybindings import (
+        _portable_lib as portable,
+    )  # the package around it imports far more
 
-    import executorch.extension.llm.custom_ops.custom_ops  # isort: skip
-    import executorch.kernels.quantized  # noqa: F401  isort: skip
-
-    portable_lib._unsafe_reset_threadpool(threads)
-    module = portable_lib._load_for_executorch(path)
+    package = Path(portable.__file__).parents[2]
+    for library in CUSTOM_OPERATORS:
+        torch.ops.load_library(package / library)
+    portable._unsafe_reset_threadpool(threads)
+    module = portable._load_for_executorch(path)
 
     def run(ids: Sequence[int], position: int) -> list[np.ndarray]:
         outputs = module.run_method("forward", (torch.tensor([list(ids)]), torch.tensor([position])))
@@ -88,6 +96,7 @@ def serve(requests: Any, answers: Any) -> None:
     for line in requests:
         request = json.loads(line)
         name = request.pop("do")
+        del request["arrays"]  # a message may carry some; none of ours does
         try:
             arrays = getattr(worker, name)(**request)
             head: dict[str, Any] = {"ok": True}

@@ -60,7 +60,9 @@ class BrowserRuntime:
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         """Append `ids` in one pass and return the logits of the last position, [vocab_size]."""
         check_room(self, ids)
-        logits = self._worker.ask({"do": "prefill", "ids": [int(i) for i in ids]}, what="running")["logits"]
+        logits = self._worker.ask({"do": "prefill", "ids": [int(i) for i in ids]}, what="running a prompt")[
+            "logits"
+        ]
         self._position += len(ids)
         return logits
 
@@ -99,7 +101,7 @@ class BrowserRuntime:
             graph = probe_model(self.bundle.model_path, self.bundle.manifest.hidden_states)
             arrays["graph"] = np.frombuffer(graph, np.uint8)
         message = {"do": "inspect", "ids": [int(i) for i in ids], "outputs": outputs}
-        found = self._worker.ask(message, arrays, what="running a longer graph")
+        found = self._worker.ask(message, arrays, what="reading the hidden states")
         self._has_probe = True
         return [found[name] for name in outputs]
 
@@ -174,7 +176,7 @@ class Worker:
     def _start(self) -> None:
         process = ChildProcess(self._command, label=self._label, subject=self._subject, advice=_ADVICE)
         try:
-            self.facts, _ = process.ask(self._request, what="opening", seconds=OPEN_SECONDS)
+            self.facts, _ = process.ask(self._request, what="opening the model", seconds=OPEN_SECONDS)
         except PitDeployError:
             process.close()
             raise

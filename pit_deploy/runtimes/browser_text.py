@@ -41,7 +41,7 @@ class TransformersJsRunner:
         if len(ids) + max_new_tokens > context:
             raise ContextFullError(len(ids), max_new_tokens, context)
         message = {"do": "generate", "prompt": prompt, "max_new_tokens": max_new_tokens}
-        self._worker.ask(message, what="generating")
+        self._worker.ask(message, what="generating text")
         text, self.ids = str(self._worker.answer["text"]), list(self._worker.answer["ids"])
         on_text(text)
         return text

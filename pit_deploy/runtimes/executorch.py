@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ class ExecutorchRuntime:
         self.model_path, self.context_length, self.vocab_size = Path(model_path), context_length, vocab_size
         before = resident_bytes()
         self._module = open_program(self.model_path, threads)
+        self._longest = list(self._module.method_meta(METHOD).input_tensor_meta(0).sizes())[-1]
         after = resident_bytes()
         self.load_rss_bytes = None if before is None or after is None else after - before
         self._position = 0
@@ -57,11 +58,12 @@ class ExecutorchRuntime:
         return self._position
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
-        """Append `ids` in one pass and return the logits of the last position, [vocab_size]."""
+        """Append `ids` in one pass (a program of a fixed length: in several) and return the logits of the last
+        position, [vocab_size]."""
         check_room(self, ids)
-        logits = self._run(ids)[-1].copy()
-        self._position += len(ids)
-        return logits
+        for outputs in self._passes(ids):
+            logits = outputs[0][0, -1]  # valid until the next pass
+        return logits.copy()
 
     def decode(self, id: int) -> np.ndarray:
         """Append one id and return its logits, [vocab_size]."""
@@ -80,9 +82,13 @@ class ExecutorchRuntime:
         self.reset()
         return logits
 
-    def _run(self, ids: Sequence[int]) -> np.ndarray:
-        """Logits [1 or tokens, vocab_size] of one pass; they are valid until the next."""
-        return self._outputs(ids)[0][0]
+    def _passes(self, ids: Sequence[int]) -> Iterator[list[np.ndarray]]:
+        """The outputs of each pass over `ids`, which goes into the cache with it."""
+        for start in range(0, len(ids), self._longest):
+            part = ids[start : start + self._longest]
+            outputs = self._outputs(part)
+            self._position += len(part)
+            yield outputs
 
     def _outputs(self, ids: Sequence[int]) -> list[np.ndarray]:
         import torch
@@ -110,8 +116,9 @@ class FullExecutorchRuntime(ExecutorchRuntime):
         layer, [num_hidden_layers + 1, tokens, hidden_size], and the logits [tokens, vocab_size]."""
         self.reset()
         check_room(self, ids)
-        logits, states = self._outputs(ids)
-        return states.copy(), logits[0].copy()
+        passes = [(states.copy(), logits[0].copy()) for logits, states in self._passes(ids)]
+        self.reset()
+        return np.concatenate([p[0] for p in passes], axis=1), np.concatenate([p[1] for p in passes])
 
 
 def import_kernels() -> Any:
@@ -178,7 +185,9 @@ def check_program(module: Any, path: Path, manifest: Manifest) -> None:
         value = getattr(manifest, field)
         said[field] = list(value) if field == "end_ids" else value
     tokens = list(meta.input_tensor_meta(0).sizes())
-    found["the longest input"], said["the longest input"] = tokens[-1], manifest.context_length
+    length = next(value.shape[-1] for value in manifest.inputs if value.name == "tokens")
+    longest = length if isinstance(length, int) else manifest.context_length
+    found["the longest input"], said["the longest input"] = tokens[-1], longest
     for field, value in said.items():
         if found[field] != value:
             raise BundleError(

@@ -86,14 +86,17 @@ class StepTable(TrainerCallback):
 
 
 class Log(TrainerCallback):
-    """Keeps every record of a run, and appends it to a file of JSON lines.
+    """Keeps every record of a run, and appends it to a file of JSON lines, and to TensorBoard's in a folder.
 
     A record is what the trainer logs (`loss`, `grad_norm`, `learning_rate`, `eval_loss`, ...) with its `step`.
     Records past the step that a run is resumed from are dropped from the file.
     """
 
-    def __init__(self, file: Path | None = None, progress: Progress | None = None) -> None:
-        self.file, self.progress = file, progress
+    def __init__(
+        self, file: Path | None = None, progress: Progress | None = None, tensorboard: Path | None = None
+    ) -> None:
+        self.file, self.progress, self.tensorboard = file, progress, tensorboard
+        self._events: Any = None
         self.records: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -101,6 +104,10 @@ class Log(TrainerCallback):
 
     def restore(self, step: int, writes: bool = True) -> None:
         """Take up the file's records up to `step`, and drop those after it. At step 0 the file begins anew."""
+        if self.tensorboard is not None and writes:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self.tensorboard), purge_step=step + 1 if step else None)
         if self.file is None:
             return
         if step and self.file.is_file():
@@ -127,6 +134,14 @@ class Log(TrainerCallback):
         if self.file is not None and writes:
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
+        if self._events is not None and writes:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._events.add_scalar(name, value, step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._events is not None:
+            self._events.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.progress is not None:

@@ -1,15 +1,19 @@
 """Which parameter moves how fast, and the two optimisers: AdamW, and Muon with AdamW for what is no matrix.
 
-Steps of AdamW have the size of the learning rate, whatever they change. Entries of the memory are small
-(about `1/√V`) and those of a token table are not, so one number for both would move the memory many times too
-fast. The rates of the interface are therefore stated in terms of the table that it stands for, `W = Z T`:
+The rates of the interface are stated in terms of the table that it stands for, `W = Z T`.
+
+Where `Z` and `T` are stepped together, as that table (`table_step`), the rate is the table's. Stepped apart, they need
+rates of their own. Steps of AdamW have the size of the learning rate, whatever they change, and entries of the memory
+are small (about `1/√V`), those of a token table are not: one number for both would move the memory many times too
+fast. So
 
 - `Z` gets `rate / σ`, σ the root mean square eigenvalue of `T`: then `W` moves as a table of its own would under
   AdamW with `rate`;
 - `L` moves along its momentum by a fixed length, not entry by entry: few directions of `T` have to grow far, and
   equal steps of all `d²/2` entries would drown them. The length is a tenth of what `rate` is to the entries of
-  `W` (root mean square), relative to one direction of `L`;
-- a matrix bridge `B` gets the backbone's rate times `c / √d`, c the geometric mean of its singular values.
+  `W` (root mean square), relative to one direction of `L`.
+
+A matrix bridge `B` gets the backbone's rate times `c / √d`, c the geometric mean of its singular values.
 """
 
 from __future__ import annotations
@@ -115,7 +119,8 @@ def parameter_groups(
     """Groups of everything that is trained, each with `name`, `lr`, `weight_decay` and `method`.
 
     `interface_rate` is in terms of a token table (see above); for a plain model it is the rate of its table.
-    `transform_rate` is the length of a step of `L` relative to one direction of it (None: derived, see above).
+    `transform_rate` is the length of a step of `L` relative to one direction of it (None: derived, see above). With
+    `as_table` the memory's group is the table's, and `L` is in none: the split of the stepped table sets it.
     Weight decay is for matrices of the backbone, and for the table of a plain model.
     """
     interface = interface_of(model)

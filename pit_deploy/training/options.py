@@ -28,7 +28,7 @@ class TrainingOptions:
 
     `learning_rate` is the backbone's peak; `interface_rate` that of the token table which the interface stands
     for (None: the same), see `optimizers`; `memory_decay` the exponent of the schedule for `Z`. `steps` None is one
-    pass over the text. `interface_step` is `table` (Z and T as one, the default of AdamW; see `table_step`) or `apart`.
+    pass over the text. `interface_step` is `table` (Z and T as one, AdamW's default, see `table_step`) or `apart`.
     `accumulate` micro-batches of `batch_size` blocks, on each process, make one step.
     """
 
@@ -58,6 +58,7 @@ class TrainingOptions:
     eval_share: float = 0.05
     eval_every: int | None = None
     log_every: int = 1
+    tensorboard: bool = False
     save_every: int | None = None
     keep: int = 2
     seed: int = 0

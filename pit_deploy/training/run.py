@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BLOCK = 512
 _STATE = "run.json"
-_MAY_CHANGE = ("save_every", "keep", "log_every")
+_MAY_CHANGE = ("save_every", "keep", "log_every", "tensorboard")
 """Options that a resumed run may be given anew; all others must be as they were."""
 
 
@@ -74,6 +74,8 @@ def train(
     require("torch", "train")
     require("accelerate", "train")
     chosen = TrainingOptions(**options)
+    if chosen.tensorboard:
+        require("tensorboard", "train")
     out, run_folder = Path(out), Path(f"{out}.run")
     main_process = int(os.environ.get("RANK", "0")) == 0
     if main_process:
@@ -196,7 +198,8 @@ def _train(
 
         shard_(model)
     begin()
-    log = Log(run_folder / "log.jsonl", progress)
+    events = run_folder / "tensorboard" if options.tensorboard else None
+    log = Log(run_folder / "log.jsonl", progress, events)
     diagnostics = Diagnostics(log)
     diagnostics.measure(model.pit)  # where drift is counted from, in a resumed run too
     begun = _last_step(run_folder) if resume else 0

@@ -95,6 +95,22 @@ def test_an_unfinished_run_is_continued_and_only_by_its_own_settings(pit, text, 
     assert all(torch.equal(a.read_torch(n), b.read_torch(n)) for n in a.tensors)
 
 
+def test_the_log_is_written_for_tensorboard_too(pit, text, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(pit, tmp_path / "out", text=[text], **SHORT, tensorboard=True)
+    run = tmp_path / "out.run"
+    records = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    for name in ("loss", "eval_loss", "interface_error", "head_drift"):
+        expected = [(r["step"], r[name]) for r in records if name in r]
+        found = [(e.step, e.value) for e in events.Scalars(name)]
+        assert [step for step, _ in found] == [step for step, _ in expected] and expected
+        assert np.allclose([v for _, v in found], [v for _, v in expected], rtol=1e-6)
+
+
 def test_annealing_ends_strict(pit, text, tmp_path):
     report = train(pit, tmp_path / "out", text=[text], **SHORT, anneal_bridge=3)
     assert report.bridge == "scalar"

@@ -105,7 +105,7 @@ def inner_product(left: torch.Tensor, right: torch.Tensor, group: Any) -> torch.
 
 
 def gram_of(table: torch.Tensor, group: Any) -> torch.Tensor:
-    """`tableᵀ table` [d, d] as `inner_product`; blocks above the diagonal are mirrored, not computed (a third less work)."""
+    """`tableᵀ table` [d, d] as `inner_product`; blocks above the diagonal are mirrored, a third less work."""
     size = table.shape[1]
     bands = min(4, max(1, size // _BAND))
     bounds = [(size * k // bands, size * (k + 1) // bands) for k in range(bands)]

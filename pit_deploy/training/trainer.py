@@ -276,8 +276,6 @@ def total_steps(blocks: int, options: TrainingOptions, processes: int = 1) -> in
 def _arguments(
     place: Path, train_count: int, eval_count: int, options: TrainingOptions, saving: bool, eval_first: bool
 ) -> TrainingArguments:
-    from importlib.util import find_spec
-
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     steps = total_steps(train_count, options, processes)
     on_gpu = torch.cuda.is_available()
@@ -307,7 +305,7 @@ def _arguments(
         save_total_limit=options.keep,
         seed=options.seed,
         data_seed=options.seed,
-        report_to=["tensorboard"] if saving and find_spec("tensorboard") else [],
+        report_to=[],  # the log writes what there is, the interface's figures too
         disable_tqdm=True,
         remove_unused_columns=False,
         label_names=["labels"],

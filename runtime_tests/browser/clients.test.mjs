@@ -85,7 +85,9 @@ test("chat templates", { skip }, () => {
     const render = () => new Template(templates[template]).render({ messages, add_generation_prompt, ...variables });
     if ("error" in expected || unparsed.includes(template)) {
       assert.throws(render, undefined, name);
-    } else if (!messages.some(({ content }) => String(content).endsWith(separator + " ") || String(content).endsWith(separator))) {
+    } else if (
+      !messages.some(({ content }) => String(content).endsWith(separator + " ") || String(content).endsWith(separator))
+    ) {
       assert.equal(render(), expected.text, name);
       exact += 1;
     }

@@ -4,7 +4,8 @@ import assert from "node:assert/strict";
 import { createHash } from "node:crypto";
 import { test } from "node:test";
 
-import { checkedFile, Decoder } from "../../pit_deploy/runtimes/web/decoder.mjs";
+import { Decoder } from "../../pit_deploy/runtimes/web/decoder.mjs";
+import { checkedFile } from "../../pit_deploy/runtimes/web/manifest.mjs";
 
 const weights = new Uint8Array(4096).map((_, n) => n % 251);
 const sha256 = createHash("sha256").update(weights).digest("hex");
@@ -34,7 +35,10 @@ test("a full context is an error before anything runs", async () => {
   class Tensor {}
   const states = [{ name: "past_key_values.0.key", output: "present.0.key", shape: ["batch_size", 2, "past", 8] }];
   const decoder = new Decoder({ Tensor }, session, { context_length: 16, states });
-  await assert.rejects(decoder.prefill(new Array(20).fill(1)), { name: "ContextFullError", message: /20 more.*holds 16/ });
+  await assert.rejects(decoder.prefill(new Array(20).fill(1)), {
+    name: "ContextFullError",
+    message: /20 more.*holds 16/,
+  });
   await assert.rejects(decoder.prefill([]), /no tokens/);
   assert.equal(decoder.position, 0);
 });

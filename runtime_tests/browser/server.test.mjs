@@ -44,7 +44,15 @@ test("files are served with the headers that isolate a page", async (t) => {
 test("nothing outside the folders is served", async (t) => {
   const { server, origin } = await serve({ "/bundle/": join(folder, "open") });
   t.after(() => server.close());
-  for (const path of ["/bundle/../secret", "/bundle/%2e%2e/secret", "/bundle/..%2fsecret", "/secret", "/bundle/none", "/bundle/", "/%"]) {
+  for (const path of [
+    "/bundle/../secret",
+    "/bundle/%2e%2e/secret",
+    "/bundle/..%2fsecret",
+    "/secret",
+    "/bundle/none",
+    "/bundle/",
+    "/%",
+  ]) {
     const found = await get(origin, path);
     assert.equal(found.status, 404, path);
     assert.equal(found.text, "", path);

@@ -32,14 +32,18 @@ test("sampling", () => {
     assert.equal(sample(values, optionsOf(options), BigInt(step), previous), expected.drawn, name);
   }
   for (const { name, logits } of errors) {
-    for (const temperature of [0, 1]) assert.throws(() => sample(logits.map(Number), { temperature }, 0), RangeError, name);
+    for (const temperature of [0, 1])
+      assert.throws(() => sample(logits.map(Number), { temperature }, 0), RangeError, name);
   }
 });
 
 test("options outside their range are errors that name them", () => {
   const wrong = { temperature: -1, top_k: 1.5, top_p: 1.1, min_p: NaN, repetition_penalty: 0, seed: 2 ** 60 };
   for (const [name, value] of Object.entries(wrong)) {
-    assert.throws(() => sample([0, 1], { [name]: value }, 0), { name: "RangeError", message: new RegExp(`^${name} must`) });
+    assert.throws(() => sample([0, 1], { [name]: value }, 0), {
+      name: "RangeError",
+      message: new RegExp(`^${name} must`),
+    });
   }
 });
 
@@ -61,11 +65,7 @@ test("stop rules", async () => {
     }
     const found = await run;
     assert.deepEqual(given_out, expected.ids, name);
-    assert.deepEqual(
-      { ...summary(found), runs: decoder.runs, position: decoder.position },
-      { ...expected },
-      name,
-    );
+    assert.deepEqual({ ...summary(found), runs: decoder.runs, position: decoder.position }, { ...expected }, name);
   }
 });
 

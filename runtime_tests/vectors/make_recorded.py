@@ -1,7 +1,7 @@
 """Record generation.json, parity.json and golden/ from a tiny bundle: `python runtime_tests/vectors/make_recorded.py`.
 
 Another machine may give other last digits, so these files are a record: nothing compares them with a second run.
-`app_vectors_test.py` replays them through pit_deploy.
+`app_vectors_test.py` replays them through pit_deploy. With `--gates` it writes only the gates of parity.json anew.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -64,10 +65,11 @@ class Recorder:
 
     def prefill(self, ids: Sequence[int]) -> np.ndarray:
         logits: np.ndarray = self._runtime.prefill(list(ids))
-        run = {"cached": list(self._cached), "new": [int(i) for i in ids], "logits": encode(logits)}
+        new = [int(i) for i in ids]
+        run = {"cached": list(self._cached), "new": new, "logits": encode(logits)}
         if run not in self.runs:
             self.runs.append(run)
-        self._cached += run["new"]
+        self._cached += new
         return logits
 
     def decode(self, id: int) -> np.ndarray:
@@ -125,7 +127,14 @@ def _end_ids() -> list[int]:
 def generations(bundle: Bundle) -> dict[str, Any]:
     """generation.json: chats and texts that a tiny bundle continues."""
     hot = {"temperature": 0.9, "seed": 5}
-    filtered = {"temperature": 1.2, "top_k": 40, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.3, "seed": 11}
+    filtered = {
+        "temperature": 1.2,
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.3,
+        "seed": 11,
+    }
     question = [{"role": "user", "content": "Hé 🙂?"}]
     cases = [
         _case(bundle, "greedy", ["The token"], {}),
@@ -198,7 +207,10 @@ def _generate(
 ) -> tuple[Generation, list[str]]:
     stream = TextStream(bundle.tokenizer)
     pieces: list[str] = []
-    on_token: Callable[[int], None] = lambda id: pieces.append(stream.push(id))
+
+    def on_token(id: int) -> None:
+        pieces.append(stream.push(id))
+
     made = generate(
         runtime,
         ids,
@@ -237,15 +249,20 @@ def parity(golden: GoldenRecord, bundles: dict[str, Bundle]) -> dict[str, Any]:
         "golden": "golden",
         "context_length": CONTEXT,
         "end_ids": _end_ids(),
-        "gates": [
-            {"runtime": runtime, "precision": precision, **asdict(gate)}
-            for runtime, gates in GATES_BY_RUNTIME.items()
-            for precision, gate in gates.items()
-        ],
+        "gates": gates(),
         "artifacts": artifacts,
         "reports": reports,
         "positions": _positions(golden, artifacts["fp32"]),
     }
+
+
+def gates() -> list[dict[str, Any]]:
+    """All of pit_deploy/gates.py."""
+    return [
+        {"runtime": runtime, "precision": precision, **asdict(gate)}
+        for runtime, by_precision in GATES_BY_RUNTIME.items()
+        for precision, gate in by_precision.items()
+    ]
 
 
 def _positions(golden: GoldenRecord, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -294,6 +311,10 @@ def _number(value: float) -> float | str:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["--gates"]:
+        document = json.loads((HERE / "parity.json").read_text(encoding="utf-8"))
+        _write("parity.json", document | {"gates": gates()})
+        return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         checkpoint = root / "tiny"

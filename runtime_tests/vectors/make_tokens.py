@@ -11,7 +11,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,21 @@ from tokenizers import (
 )
 
 from pit_deploy.bundle import load_tokenizer
+from pit_deploy.chat import (
+    chat_template,
+    has_chat_template,
+    render_directory,
+    special_tokens,
+    tokenizer_config,
+)
 from pit_deploy.generate import TextStream
 
 HERE = Path(__file__).resolve().parent
 if str(HERE) not in sys.path:
     sys.path.insert(0, str(HERE))
 
-from texts import surrogates, texts  # noqa: E402 -- a neighbour, not a package
+from make_templates import CHATS  # noqa: E402 -- neighbours, not a package
+from texts import surrogates, texts  # noqa: E402
 
 COUNT = 400
 _VOCABULARY = 420
@@ -57,7 +65,10 @@ def tokenizers() -> dict[str, Tokenizer]:
         "digits": _byte_level(
             corpus,
             pre_tokenizers.Sequence(
-                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+                [
+                    pre_tokenizers.Digits(individual_digits=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False),
+                ]
             ),
         ),
         "split": _byte_level(corpus, _split(_LLAMA), ignore_merges=True),
@@ -102,7 +113,9 @@ def _byte_level(
     tokenizer.train_from_iterator(corpus, trainer)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>", "<|start|>"])
-    tokenizer.add_tokens([AddedToken("<tool>", normalized=False, lstrip=True, rstrip=True), AddedToken("émoji")])
+    tokenizer.add_tokens(
+        [AddedToken("<tool>", normalized=False, lstrip=True, rstrip=True), AddedToken("émoji")]
+    )
     tokenizer.add_tokens([AddedToken("word", single_word=True)])
     return tokenizer
 
@@ -112,7 +125,9 @@ def _sentencepiece(corpus: Sequence[str], *, metaspace: bool) -> Tokenizer:
     space = "\u2581"
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(replacement=space, prepend_scheme="first")
-    letters = sorted({c for text in corpus for c in text if c.isascii() and c.isprintable()} - {" "} | {space})
+    letters = sorted(
+        {c for text in corpus for c in text if c.isascii() and c.isprintable()} - {" "} | {space}
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=200, initial_alphabet=letters, limit_alphabet=len(letters), show_progress=False
     )
@@ -174,7 +189,9 @@ def _stream(tokenizer: Tokenizer, ids: list[int]) -> dict[str, Any]:
     return {"ids": ids, "pieces": pieces}
 
 
-def document(sources: Sequence[tuple[str, str, Tokenizer]], count: int, special: Sequence[str]) -> dict[str, Any]:
+def document(
+    sources: Sequence[tuple[str, str, Tokenizer]], count: int, special: Sequence[str]
+) -> dict[str, Any]:
     """tokens.json for tokenizers of (name, file, tokenizer)."""
     found = texts(count, special=special)
     halves = surrogates(60)
@@ -202,6 +219,10 @@ def _compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
 def _lines(value: dict[str, Any]) -> str:
     """Compact, with a line for each tokenizer and each further field."""
     text = _compact(value)
@@ -214,21 +235,40 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=COUNT)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    write: Callable[[Path, str], Any] = lambda path, text: path.write_text(text, encoding="utf-8", newline="\n")
     if given.out is None:
         (HERE / "tokenizers").mkdir(exist_ok=True)
         for name, text in documents().items():
-            write(HERE / name, text)
+            _write(HERE / name, text)
         return
     sources = []
     special: list[str] = []
+    chats = []
     for file in given.tokenizer:
         tokenizer = load_tokenizer(file)
         name = file.stem if file.name != "tokenizer.json" else file.resolve().parent.name
         sources.append((name, str(file.resolve()), tokenizer))
         special += [t.content for t in tokenizer.get_added_tokens_decoder().values()][:8]
+        if has_chat_template(file.parent):
+            chats += _chats(file.parent, name, tokenizer)
+    made = document(sources, given.count, list(dict.fromkeys(special))) | {"chats": chats}
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    write(given.out, _compact(document(sources, given.count, list(dict.fromkeys(special)))))
+    _write(given.out, _compact(made))
+
+
+def _chats(directory: Path, name: str, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Chats in the model's own template, and their ids."""
+    found = []
+    for messages in CHATS.values():
+        text = render_directory(directory, messages)
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        found.append({"tokenizer": name, "messages": messages, "text": text, "ids": ids})
+    return [
+        {
+            "template": chat_template(directory),
+            "special_tokens": special_tokens(tokenizer_config(directory)),
+            "cases": found,
+        }
+    ]
 
 
 if __name__ == "__main__":

@@ -48,13 +48,29 @@ _BLOCKS = {
     "han, plane 2": (0x20000, 0x2A6DF),
     "tags": (0xE0000, 0xE007F),
 }
-_WORDS = (
+_LANGUAGES = (
     "the quick model reads every token twice and forgets nothing it's we're I'll they'd don't SHE'S CAN'T "
     "état größe naïve señor søster język İstanbul ångström Привет мир данные γλώσσα שלום عربي हिन्दी "
     "ไทย 中文 日本語 한국어 tiếng Việt ქართული հայերեն አማርኛ 2026 3.14159 1,000,000 0xFF ½ ² Ⅻ ٣٤ ४५"
-).split()
-_EMOJI = "🙂 👋 👍🏽 👩‍👩‍👧‍👦 🇩🇪 🇯🇵 ❤️ ❤ 🏴󠁧󠁢󠁥󠁮󠁧󠁿 1️⃣ 🫠 🧑🏿‍🚀 ☺︎".split()
-_SPACES = (" ", "  ", "   ", "\t", "\n", "\r\n", "\n\n", "\u00a0", "\u2003", "\u3000", "\u0085", "\u200b", "\u2028")
+)
+_WORDS = _LANGUAGES.split()
+_SIGNS = "🙂 👋 👍🏽 👩‍👩‍👧‍👦 🇩🇪 🇯🇵 ❤️ ❤ 🏴󠁧󠁢󠁥󠁮󠁧󠁿 1️⃣ 🫠 🧑🏿‍🚀 ☺︎"
+_EMOJI = _SIGNS.split()
+_SPACES = (
+    " ",
+    "  ",
+    "   ",
+    "\t",
+    "\n",
+    "\r\n",
+    "\n\n",
+    "\u00a0",
+    "\u2003",
+    "\u3000",
+    "\u0085",
+    "\u200b",
+    "\u2028",
+)
 _CODE = (
     "def f(x):\n    return x ** 2  # {}\n",
     "for (int i = 0; i < {}; ++i) {{\n\tsum += a[i];\n}}\n",
@@ -82,7 +98,21 @@ def texts(count: int, seed: int = 8, special: Sequence[str] = ()) -> list[str]:
         _runs,
         _mixed,
     ]
-    fixed = ["", " ", "\n", "a", "'s", "x'\u017f", "\u0000", "\ufeff", "\U0010ffff", "▁", "a▁b", "<0x0A>", "e\u0301"]
+    fixed = [
+        "",
+        " ",
+        "\n",
+        "a",
+        "'s",
+        "x'\u017f",
+        "\u0000",
+        "\ufeff",
+        "\U0010ffff",
+        "▁",
+        "a▁b",
+        "<0x0A>",
+        "e\u0301",
+    ]
     found = fixed[:count]
     while len(found) < count:
         text = makers[len(found) % len(makers)](rng)
@@ -128,7 +158,10 @@ def _character(rng: random.Random, first: int, last: int) -> str:
 
 def _script(rng: random.Random) -> str:
     first, last = _BLOCKS[rng.choice(list(_BLOCKS))]
-    words = ["".join(_character(rng, first, last) for _ in range(rng.randint(1, 7))) for _ in range(rng.randint(1, 4))]
+    words = [
+        "".join(_character(rng, first, last) for _ in range(rng.randint(1, 7)))
+        for _ in range(rng.randint(1, 4))
+    ]
     return rng.choice((" ", " ", "", "-")).join(words)
 
 
@@ -143,13 +176,25 @@ def _emoji(rng: random.Random) -> str:
 
 
 def _controls(rng: random.Random) -> str:
-    odd = [*range(0x20), *range(0x7F, 0xA0), 0xAD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0xFEFF, 0xFFFD]
-    parts = [chr(rng.choice(odd)) if rng.random() < 0.6 else rng.choice(_WORDS) for _ in range(rng.randint(1, 8))]
+    odd = [
+        *range(0x20),
+        *range(0x7F, 0xA0),
+        0xAD,
+        *range(0x200B, 0x2010),
+        *range(0x202A, 0x202F),
+        0xFEFF,
+        0xFFFD,
+    ]
+    parts = [
+        chr(rng.choice(odd)) if rng.random() < 0.6 else rng.choice(_WORDS) for _ in range(rng.randint(1, 8))
+    ]
     return "".join(parts)
 
 
 def _spaces(rng: random.Random) -> str:
-    parts = [rng.choice(_SPACES) if rng.random() < 0.6 else rng.choice(_WORDS) for _ in range(rng.randint(1, 9))]
+    parts = [
+        rng.choice(_SPACES) if rng.random() < 0.6 else rng.choice(_WORDS) for _ in range(rng.randint(1, 9))
+    ]
     return "".join(parts)
 
 

@@ -79,18 +79,35 @@ final class SamplingTests: XCTestCase {
         XCTAssertNotNil(thrown { _ = try options(#"{"do_sample": true, "temperature": "hot"}"#) })
     }
 
-    /// A large vocabulary takes the short way by `topK`; it gives what sorting everything gives.
+    /// Of a large vocabulary only the largest few are sorted where the rest cannot matter; what comes out is what the
+    /// definition gives with everything sorted.
     func testLargeVocabulary() throws {
-        let logits = (0..<50_000).map { Double(($0 * 7919) % 5003) / 500 }
-        for options in [
-            try SamplingOptions(temperature: 0.7, topK: 40, seed: 9), try SamplingOptions(temperature: 1.5, topK: 3000, topP: 0.9),
-        ] {
-            let order = logits.indices.sorted { logits[$0] == logits[$1] ? $0 < $1 : logits[$0] > logits[$1] }
-            let border = logits[order[options.topK - 1]]
-            let kept = order.filter { logits[$0] >= border }
-            let found = try Sampling.probabilities(logits, options)
-            XCTAssertEqual(found.ids, Array(kept.prefix(found.ids.count)))
-            XCTAssertEqual(options.topP == 1, found.ids.count == kept.count)
+        let logits = (0..<20_000).map { Double(($0 * 7919) % 5003) / 250 }
+        let order = logits.indices.sorted { logits[$0] == logits[$1] ? $0 < $1 : logits[$0] > logits[$1] }
+        for (temperature, topK, topP) in [(0.7, 0, 1.0), (0.7, 40, 1.0), (1.5, 3000, 0.9), (1.0, 0, 0.9), (9.0, 0, 0.999), (9.0, 0, 1.0)] {
+            var kept = order
+            if topK > 0 { kept = kept.filter { logits[$0] >= logits[order[topK - 1]] } }
+            let weights = kept.map { exp((logits[$0] - logits[order[0]]) / temperature) }
+            let total = weights.reduce(0, +)
+            var (count, removed) = (kept.count, 0.0)
+            while topP < 1, removed + weights[count - 1] / total <= 1 - topP {
+                removed += weights[count - 1] / total
+                count -= 1
+            }
+            for seed in UInt64(0)..<6 {
+                let options = try SamplingOptions(temperature: temperature, topK: topK, topP: topP, seed: seed)
+                if seed == 0 {
+                    XCTAssertEqual(try Sampling.probabilities(logits, options).ids, Array(kept.prefix(count)))
+                }
+                let left = weights.prefix(count)
+                let target = Philox.uniform(seed: seed, step: 3) * left.reduce(0, +)
+                var sum = 0.0
+                let place = left.firstIndex { weight in
+                    sum += weight
+                    return sum > target
+                }
+                XCTAssertEqual(try Sampling.draw(logits, options, step: 3), kept[try XCTUnwrap(place)])
+            }
         }
     }
 }

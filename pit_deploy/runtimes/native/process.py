@@ -12,7 +12,6 @@ from pit_deploy.runtimes.child_process import ChildProcess
 
 CALL_SECONDS = 900.0
 """A phone answers in seconds; an emulated processor may take minutes for a prompt."""
-_ADVICE = "check the bundle with pit-deploy verify --runtime onnxruntime"
 _DOING = {
     "check": "checking the files",
     "open": "opening the model",
@@ -33,6 +32,8 @@ class RunnerError(PitDeployError):
 class RunnerProcess(ChildProcess):
     """A runner that was started by `command`. `where` says in errors what runs it, `subject` on what.
 
+    `here` is the runtime that opens the bundle on this machine.
+
     `request` raises `RunnerError` for what the runner refuses, and `RuntimeDiedError` where it ends or does not
     answer.
     """
@@ -43,10 +44,17 @@ class RunnerProcess(ChildProcess):
         *,
         where: str,
         subject: str,
+        here: str = "onnxruntime",
         environment: Mapping[str, str] | None = None,
         seconds: float = CALL_SECONDS,
     ) -> None:
-        super().__init__(command, label=where, subject=subject, advice=_ADVICE, environment=environment)
+        super().__init__(
+            command,
+            label=where,
+            subject=subject,
+            advice=f"check the bundle with pit-deploy verify --runtime {here}",
+            environment=environment,
+        )
         self._seconds = seconds
 
     def request(self, do: str, **values: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

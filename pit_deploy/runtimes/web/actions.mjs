@@ -1,6 +1,7 @@
 /** What pit-deploy asks of a bundle in onnxruntime-web, the same in Node and in a page. */
 
-import { checkedFile, Decoder, openSession, runOnce } from "./decoder.mjs";
+import { Decoder, openSession, runOnce } from "./decoder.mjs";
+import { checkedFile } from "./manifest.mjs";
 
 /** `load(path)` gives the bytes of a file of the bundle; `probe()` those of a graph with more outputs. */
 export class Actions {

@@ -1,4 +1,4 @@
-/** A bundle in onnxruntime-web: files checked against the manifest, one session, one sequence. Node and browsers. */
+/** A bundle in onnxruntime-web: one session, one sequence. Node and browsers. */
 
 /** Raised before anything runs where tokens do not fit into the cache. */
 export class ContextFullError extends Error {
@@ -12,29 +12,6 @@ export class ContextFullError extends Error {
 }
 
 /**
- * Fetch a file of a bundle and check it. `load(path)` gives its bytes.
- *
- * Throws where the manifest does not list it, or where size or SHA-256 are others.
- */
-export async function checkedFile(manifest, path, load) {
-  const entry = manifest.files.find((file) => file.path === path);
-  if (entry === undefined) throw new Error(`The manifest does not list ${path}; fetch the bundle again.`);
-  const bytes = await load(path);
-  if (bytes.length !== entry.size) {
-    throw new Error(`${path} has ${bytes.length} bytes, and the manifest says ${entry.size}; fetch the bundle again.`);
-  }
-  const digest = new Uint8Array(await crypto.subtle.digest("SHA-256", bytes));
-  const found = Array.from(digest, (byte) => byte.toString(16).padStart(2, "0")).join("");
-  if (found !== entry.sha256) {
-    throw new Error(
-      `${path} has changed: its SHA-256 starts with ${found.slice(0, 12)} and the manifest says ` +
-        `${entry.sha256.slice(0, 12)}; fetch the bundle again.`,
-    );
-  }
-  return bytes;
-}
-
-/**
  * A session on a graph, with the files that hold its weights under the names that the graph knows.
  *
  * `model` is a Uint8Array, `weights` a list of `{ path, data }`.
@@ -44,8 +21,6 @@ export async function openSession(ort, model, weights) {
     executionProviders: ["wasm"],
     externalData: weights,
     logSeverityLevel: 3,
-    // ONNX Runtime fuses DequantizeLinear with MatMul and would then round activations to int8 by default.
-    extra: { session: { qdq_matmulnbits_accuracy_level: "0" } },
   });
 }
 

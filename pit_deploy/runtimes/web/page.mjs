@@ -7,7 +7,7 @@ let actions = null;
 
 const load = async (path) => {
   const response = await fetch("/bundle/" + path.split("/").map(encodeURIComponent).join("/"));
-  if (!response.ok) throw new Error(`${path} could not be fetched (status ${response.status})`);
+  if (!response.ok) return null;
   return new Uint8Array(await response.arrayBuffer());
 };
 

@@ -25,7 +25,7 @@ export async function openHost(head) {
     },
     {
       onPost: (path, bytes) => (posted = path === "/answer" ? bytes : posted),
-      memory: (path) => (path === "/memory/probe" ? probe : null),
+      memory: (path) => (path === "/memory/probe" ? { data: probe } : null),
     },
   );
   const browser = await require("playwright-core").chromium.launch({

@@ -71,7 +71,8 @@ export function probabilities(logits, options, previousIds = []) {
 function candidates(logits, options, previousIds) {
   const scores = Float64Array.from(logits);
   for (const id of new Set(previousIds)) {
-    if (!(id in scores)) throw new RangeError(`The previous id ${id} is outside the vocabulary of ${scores.length} rows.`);
+    if (!(id in scores))
+      throw new RangeError(`The previous id ${id} is outside the vocabulary of ${scores.length} rows.`);
     scores[id] = scores[id] < 0 ? scores[id] * options.repetition_penalty : scores[id] / options.repetition_penalty;
   }
   let best = 0;

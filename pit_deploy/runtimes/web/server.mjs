@@ -12,13 +12,15 @@ const TYPES = {
   ".json": "application/json",
   ".wasm": "application/wasm",
 };
+const TYPE = "application/octet-stream";
 // Without these two a page is not isolated, has no SharedArrayBuffer, and WebAssembly runs on one thread.
 const ISOLATION = { "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Embedder-Policy": "require-corp" };
 
 /**
  * Serve `folders` (URL prefix to folder) on a free port of 127.0.0.1.
  *
- * `onPost(path, bytes)` is called for what a page sends; `memory(path)` may give bytes for a path that is no file.
+ * `onPost(path, bytes)` is called for what a page sends; `memory(path)` may give `{ data, type }` for a path
+ * that is no file.
  */
 export async function serve(folders, { onPost = () => {}, memory = () => null } = {}) {
   const server = createServer(async (request, response) => {
@@ -33,12 +35,14 @@ export async function serve(folders, { onPost = () => {}, memory = () => null } 
       }
       const held = memory(path);
       if (held !== null) {
-        response.writeHead(200, { ...ISOLATION, "Content-Length": held.length }).end(held);
+        const type = held.type ?? TYPE;
+        response.writeHead(200, { ...ISOLATION, "Content-Type": type, "Content-Length": held.data.length });
+        response.end(held.data);
         return;
       }
       const file = locate(folders, path);
       const { size } = await stat(file);
-      const type = TYPES[extname(file)] ?? "application/octet-stream";
+      const type = TYPES[extname(file)] ?? TYPE;
       response.writeHead(200, { ...ISOLATION, "Content-Type": type, "Content-Length": size });
       if (request.method === "HEAD") response.end();
       else createReadStream(file).pipe(response);

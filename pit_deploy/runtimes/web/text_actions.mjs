@@ -42,7 +42,9 @@ function checkTokenizer(tokenizer, checks) {
   for (const { text, ids } of checks) {
     const found = tokenizer.encode(text, { add_special_tokens: false });
     if (JSON.stringify(found) !== JSON.stringify(ids)) {
-      throw new Error(`its tokenizer makes ${found.slice(0, 8)} of ${JSON.stringify(text)}, and the model's own ${ids.slice(0, 8)}`);
+      throw new Error(
+        `its tokenizer makes ${found.slice(0, 8)} of ${JSON.stringify(text)}, and the model's own ${ids.slice(0, 8)}`,
+      );
     }
   }
 }

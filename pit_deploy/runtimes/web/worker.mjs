@@ -5,7 +5,11 @@
 
 import { messages, send } from "./messages.mjs";
 
-const HOSTS = { "onnxruntime-web": "./node_host.mjs", chromium: "./page_host.mjs", "transformers.js": "./page_host.mjs" };
+const HOSTS = {
+  "onnxruntime-web": "./node_host.mjs",
+  chromium: "./page_host.mjs",
+  "transformers.js": "./page_host.mjs",
+};
 
 // What libraries print must not get between the messages.
 for (const name of ["log", "info", "warn", "debug"]) console[name] = console.error;

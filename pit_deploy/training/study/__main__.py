@@ -63,8 +63,7 @@ def run_stages(cache: Path, workers: int, stages: set[str], seeds: int, few: int
         if "scratch" in stages:
             do("scratch", plan.scratch(best, many))
         if "continued" in stages:
-            for rate in (1e-3, 3e-3):
-                do(f"continued, rate {rate:g}", plan.continued(best, some, rate))
+            do("continued", plan.continued(best, some))
         if "large" in stages:
             larger = plan.search_large(best)
             do("search, large", larger)
@@ -95,7 +94,7 @@ def _all(pool: ProcessPoolExecutor, runs: Iterable[Run], cache: Path) -> list[di
     for run, result in zip(runs, pool.map(_execute, [(run, cache) for run in runs]), strict=True):
         found.append(result)
         print(
-            f"{time.strftime('%H:%M:%S')} {result['final']:.4f} {result['seconds']:6.1f} s  {run.name}",
+            f"{time.strftime('%H:%M:%S')} {result['final']:.4f} {result['seconds']:6.1f} CPU s  {run.name}",
             flush=True,
         )
     return found

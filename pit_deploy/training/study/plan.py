@@ -83,17 +83,17 @@ def overfitting(best: dict[str, Run], seeds: Sequence[int] = FEW) -> dict[str, l
     }
 
 
-def continued(best: dict[str, Run], seeds: Sequence[int] = FEW, rate: float = 1e-3) -> dict[str, list[Run]]:
+def continued(best: dict[str, Run], seeds: Sequence[int] = FEW) -> dict[str, list[Run]]:
     """From a trained tied model: as it is, and in each form of PIT."""
     rows: dict[str, list[Run]] = {}
     for seed in seeds:
         source = replace(best["tied"], seed=seed, keep=True)
-        start = Run(seed=10 + seed, source=source, rate=rate, learning_rate=1e-3, steps=200)
+        start = Run(seed=10 + seed, source=source, rate=1e-3, learning_rate=1e-3, steps=200)
         for name, run in {
             "stays tied": replace(start, mode="tied"),
             "strict": replace(start, mode="strict", ends="pit"),
             "bridge kept": replace(start, mode="bridge", ends="pit"),
-            "bridge annealed": replace(start, mode="bridge", ends="pit", anneal=100),
+            "bridge annealed": replace(start, mode="bridge", ends="pit", anneal=150),
         }.items():
             rows.setdefault(name, []).append(run)
     return rows

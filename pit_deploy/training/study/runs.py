@@ -34,8 +34,9 @@ class Run:
     """A model, its ends, and how it is trained. Names of files and rows follow from the fields.
 
     `scale` is that of `T` relative to `√(V/d)`, `multiplier` that of embeddings relative to `V/d` (PIT; 0: none) or
-    to 1 (tied), `std` that of the tied table. `step` is how Z and T are stepped: as one `table`, or `apart`. `source` is a trained run to go on from, and `mode` how:
-    tied, strict, bridge, anneal; `tune`: as it is, on other text; `lora`: the same by an adapter.
+    to 1 (tied), `std` that of the tied table. `step` says how Z and T are stepped: as one `table`, or `apart`.
+    `source` is a trained run to go on from, and `mode` how: tied, strict, bridge; `tune`: as it is, on other text;
+    `lora`: the same by an adapter.
     """
 
     size: str = "small"
@@ -73,7 +74,7 @@ class Run:
 
 
 def execute(run: Run, cache: Path) -> dict[str, Any]:
-    """The result of `run`: from its file, or by training (which writes it)."""
+    """The result of `run`: from its file, or by training (which writes it). Its `seconds` are of the processor."""
     file = run.file(cache)
     if file.is_file() and (not run.keep or run.weights(cache).is_file()):
         found: dict[str, Any] = json.loads(file.read_text())
@@ -88,7 +89,7 @@ def execute(run: Run, cache: Path) -> dict[str, Any]:
 
 def build(run: Run, cache: Path) -> nn.Module:
     """The model of `run` before its first step."""
-    from pit_deploy.initialize import random_orthonormal, scratch_scale
+    from pit_deploy.initialize import random_orthonormal
     from pit_deploy.interface import PITInterface
     from pit_deploy.model import PITForCausalLM
 
@@ -103,7 +104,7 @@ def build(run: Run, cache: Path) -> nn.Module:
         if run.multiplier != 1:
             scale_embedding_(backbone, run.multiplier)
         return backbone
-    scale, multiplier = scratch_scale(vocab_size, hidden)
+    scale, multiplier = (vocab_size / hidden) ** 0.5, vocab_size / hidden
     return PITForCausalLM(
         backbone,
         PITInterface(
@@ -192,7 +193,7 @@ def _train(run: Run, cache: Path) -> dict[str, Any]:
     from pit_deploy.training.trainer import fit
 
     text = corpus.load(run.corpus, SIZES[run.size][0], cache)
-    start = time.perf_counter()
+    start = time.process_time()
     model = build(run, cache)
     unrelated = None
     if run.mode in ("tune", "lora"):
@@ -223,7 +224,7 @@ def _train(run: Run, cache: Path) -> dict[str, Any]:
         "eval": [(s, round(v, 5)) for s, v in log.series("eval_loss")],
         "train": [(s, round(v, 5)) for s, v in log.series("loss")],
         "grad_norm": [(s, round(v, 4)) for s, v in log.series("grad_norm")],
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(time.process_time() - start, 1),
     }
     result["final"] = result["eval"][-1][1]
     interface = interface_of(model)

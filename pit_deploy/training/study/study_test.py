@@ -27,7 +27,7 @@ def test_runs_have_names_of_their_own_and_both_sides_as_many_settings():
         *(run for side in tried.values() for run in side),
         *(run for rows in (plan.scratch(best), plan.variants(best), plan.overfitting(best), plan.adaptation(best))
           for side in rows.values() for run in side),
-        *(run for rate in (1e-3, 3e-3) for side in plan.continued(best, rate=rate).values() for run in side),
+        *(run for side in plan.continued(best).values() for run in side),
         *(run for side in plan.search_large(best).values() for run in side),
     ]  # fmt: skip
     names: dict[str, Run] = {}
@@ -94,7 +94,7 @@ def test_the_page_says_what_the_results_say(tmp_path):
             "tied": [result(4.6), result(4.8)],
             "pit": [result(4.5, interface_error=1e-7), result(4.8)],
         },
-        "continued, rate 0.001": {"stays tied": [result(4.0)], "bridge kept": [result(4.1)]},
+        "continued": {"stays tied": [result(4.0)], "bridge kept": [result(4.1)]},
         "adaptation": {"tied, LoRA": [result(3.0, side_effects=effects)]},
         "quantised": {"tied": [{"kl": {"int8, one table": 1e-4}}]},
     }
@@ -103,5 +103,5 @@ def test_the_page_says_what_the_results_say(tmp_path):
     assert "PIT minus tied, seed by seed: -0.050" in text and "| **4.700** |" in text
     assert "bridge kept: +0.100 nats" in text and "0.1000 e-3" in text
     drawn = {p.name for p in (tmp_path / "study").glob("*.svg")}
-    assert drawn == {"scratch.svg", "continued-rate-0.001.svg"}
+    assert drawn == {"scratch.svg", "continued.svg"}
     assert shown([1.0]) == "1.000" and shown([1.0, 1.0]) == "1.000 ± 0.000"

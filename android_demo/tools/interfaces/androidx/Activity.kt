@@ -7,7 +7,7 @@ import androidx.activity.result.ActivityResultLauncher
 import androidx.activity.result.contract.ActivityResultContract
 
 open class ComponentActivity : Activity() {
-    public override fun onNewIntent(intent: Intent): Unit = throw UnsupportedOperationException()
+    override fun onNewIntent(intent: Intent): Unit = throw UnsupportedOperationException()
 
     fun <I, O> registerForActivityResult(contract: ActivityResultContract<I, O>, callback: (O) -> Unit): ActivityResultLauncher<I> =
         throw UnsupportedOperationException()

@@ -3,7 +3,7 @@ import Foundation
 /// Runs a template over plain data. It can reach nothing else: no files, no types, no underscore names. Its steps, its
 /// output and the depth of its macros are limited, so that a foreign template ends.
 struct JinjaInterpreter {
-    static let mostSteps = 5_000_000
+    static let mostSteps = 500_000
     private static let mostOutput = 16 << 20
     private static let deepest = 50
 

@@ -9,9 +9,9 @@ public enum ChatEvent: Sendable, Equatable {
 ///
 /// Each turn renders the whole conversation by the model's own template and runs only what the cache lacks: the ids
 /// that both have in front stay.
-public actor ChatSession<Backend: DecoderBackend> {
+public actor ChatSession {
     public private(set) var messages: [ChatMessage]
-    private let backend: Backend
+    private let backend: any DecoderBackend
     private let tokenizer: Tokenizer
     private let template: ChatTemplate
     private let stopIds: [Int]
@@ -19,7 +19,9 @@ public actor ChatSession<Backend: DecoderBackend> {
     private var cached: [Int] = []
     private var isAnswering = false
 
-    public init(_ backend: Backend, _ tokenizer: Tokenizer, _ template: ChatTemplate, stopIds: [Int], system: String? = nil) {
+    public init(
+        _ backend: any DecoderBackend, _ tokenizer: Tokenizer, _ template: ChatTemplate, stopIds: [Int], system: String? = nil
+    ) {
         self.backend = backend
         self.tokenizer = tokenizer
         self.template = template

@@ -3,7 +3,7 @@ import Foundation
 /// Sampling as Python, Kotlin, Swift and JavaScript share it: docs/sampling.md is the whole definition, and the
 /// numbers below are its steps.
 public enum Sampling {
-    /// How many of the largest scores are sorted first; a choice of speed, not of meaning.
+    /// How many of the largest scores are sorted where the rest cannot matter; a choice of speed, not of meaning.
     private static let head = 1024
 
     /// An id that may be drawn, with its score less the largest one.
@@ -27,26 +27,28 @@ public enum Sampling {
     static func draw(
         _ logits: [Double], _ options: SamplingOptions, step: UInt64, previous: Set<Int> = []
     ) throws -> Int {
-        let kept = try ordered(logits, options, previous)
-        var sum = 0.0
-        let sums = kept.map { candidate in
-            sum += exp(candidate.score)
-            return sum
+        let kept = try filtered(logits, options, previous)
+        let u = Philox.uniform(seed: options.seed, step: step)
+        if kept.count > 4 * head {
+            // Sorting a whole vocabulary costs as much as a small model's step; nearly every draw falls among the
+            // largest few.
+            let target = u * kept.reduce(0) { $0 + exp($1.score) }
+            if let id = firstAbove(target, inOrder(largest(kept))) { return id }
         }
-        // Step 9. The last running sum is above u times itself, since u is below 1.
-        let target = Philox.uniform(seed: options.seed, step: step) * sum
-        let place = sums.firstIndex { $0 > target } ?? kept.count - 1
-        return kept[place].id
+        let ordered = inOrder(kept)
+        let total = ordered.reduce(0) { $0 + exp($1.score) }
+        // 9. The last running sum is above u times itself, since u is below 1.
+        return firstAbove(u * total, ordered) ?? ordered[ordered.count - 1].id
     }
 
     /// The ids that may be drawn, most probable first (equal ones by id), and their probabilities.
     static func probabilities(
         _ logits: [Double], _ options: SamplingOptions, previous: Set<Int> = []
     ) throws -> (ids: [Int], probabilities: [Double]) {
-        let kept = try ordered(logits, options, previous)
-        let weights = kept.map { exp($0.score) }
+        let ordered = inOrder(try filtered(logits, options, previous))
+        let weights = ordered.map { exp($0.score) }
         let total = weights.reduce(0, +)
-        return (kept.map(\.id), weights.map { $0 / total })
+        return (ordered.map(\.id), weights.map { $0 / total })
     }
 
     /// The lowest id with the largest logit.
@@ -61,7 +63,17 @@ public enum Sampling {
         return best
     }
 
-    private static func ordered(
+    /// The first id whose running sum of weights is above `target`.
+    private static func firstAbove(_ target: Double, _ ordered: [Candidate]) -> Int? {
+        var sum = 0.0
+        return ordered.first { candidate in
+            sum += exp(candidate.score)
+            return sum > target
+        }?.id
+    }
+
+    /// The candidates that are left, by id.
+    private static func filtered(
         _ logits: [Double], _ options: SamplingOptions, _ previous: Set<Int>
     ) throws -> [Candidate] {
         var scores = logits
@@ -87,17 +99,51 @@ public enum Sampling {
         for (id, score) in scores.enumerated() where score > -.infinity {
             candidates.append(Candidate(id: id, score: (score - largest) / options.temperature))
         }
-        return minP(topP(topK(sorted(candidates, options), options), options), options)
+        return minP(topP(topK(candidates, options), options), options)
     }
 
-    /// 5. The order of drawing. Where `topK` leaves few of many, only those are sorted.
-    private static func sorted(_ candidates: [Candidate], _ options: SamplingOptions) -> [Candidate] {
-        var kept = candidates
-        if options.topK > 0, options.topK <= head, candidates.count > 4 * head {
-            let least = nthLargest(candidates, options.topK)
-            kept = candidates.filter { $0.score >= least }
+    /// 5. The order of drawing: largest score first, equal ones by id.
+    private static func inOrder(_ candidates: [Candidate]) -> [Candidate] {
+        candidates.sorted { $0.score == $1.score ? $0.id < $1.id : $0.score > $1.score }
+    }
+
+    /// 6. Equal scores at the border all stay.
+    private static func topK(_ candidates: [Candidate], _ options: SamplingOptions) -> [Candidate] {
+        guard options.topK > 0, options.topK < candidates.count else { return candidates }
+        let border = nthLargest(candidates, options.topK)
+        return candidates.filter { $0.score >= border }
+    }
+
+    /// 7. Remove from the end of the order while the sum of what is removed is at most 1 - p.
+    private static func topP(_ candidates: [Candidate], _ options: SamplingOptions) -> [Candidate] {
+        guard options.topP < 1 else { return candidates }
+        let total = candidates.reduce(0) { $0 + exp($1.score) }
+        var considered = candidates
+        var removed = 0.0
+        if candidates.count > 4 * head {
+            // Where everything below the largest few surely goes, only those few need an order.
+            let kept = largest(candidates)
+            let below = (total - kept.reduce(0) { $0 + exp($1.score) }) / total
+            if below < 1 - options.topP - 1e-9 { (considered, removed) = (kept, below) }
         }
-        return kept.sorted { $0.score == $1.score ? $0.id < $1.id : $0.score > $1.score }
+        considered = inOrder(considered)
+        while considered.count > 1, let last = considered.last {
+            removed += exp(last.score) / total
+            if removed > 1 - options.topP { break }
+            considered.removeLast()
+        }
+        return considered.sorted { $0.id < $1.id }
+    }
+
+    /// 8. The largest score is 0, so that exp(score) is the ratio to it.
+    private static func minP(_ candidates: [Candidate], _ options: SamplingOptions) -> [Candidate] {
+        options.minP > 0 ? candidates.filter { exp($0.score) >= options.minP } : candidates
+    }
+
+    /// The candidates with the `head` largest scores, and those equal to the least of them.
+    private static func largest(_ candidates: [Candidate]) -> [Candidate] {
+        let border = nthLargest(candidates, head)
+        return candidates.filter { $0.score >= border }
     }
 
     /// The `n`th largest score, by a heap of the `n` largest with the least of them in front.
@@ -112,33 +158,6 @@ public enum Sampling {
             }
         }
         return heap.first ?? -.infinity
-    }
-
-    /// 6. Equal ids at the border all stay.
-    private static func topK(_ ordered: [Candidate], _ options: SamplingOptions) -> [Candidate] {
-        guard options.topK > 0, options.topK < ordered.count else { return ordered }
-        let border = ordered[options.topK - 1].score
-        return Array(ordered.prefix { $0.score >= border })
-    }
-
-    /// 7. Remove from the end while the sum of what is removed is at most 1 - p.
-    private static func topP(_ ordered: [Candidate], _ options: SamplingOptions) -> [Candidate] {
-        guard options.topP < 1 else { return ordered }
-        let weights = ordered.map { exp($0.score) }
-        let total = weights.reduce(0, +)
-        var count = ordered.count
-        var removed = 0.0
-        while count > 1 {
-            removed += weights[count - 1] / total
-            if removed > 1 - options.topP { break }
-            count -= 1
-        }
-        return Array(ordered.prefix(count))
-    }
-
-    /// 8. The largest score is 0, so that exp(score) is the ratio to it.
-    private static func minP(_ ordered: [Candidate], _ options: SamplingOptions) -> [Candidate] {
-        options.minP > 0 ? ordered.filter { exp($0.score) >= options.minP } : ordered
     }
 
     private static func notFinite(_ scores: [Double]) -> PITError {

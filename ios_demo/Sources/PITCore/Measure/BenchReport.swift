@@ -70,6 +70,12 @@ public struct BenchReport: Sendable {
         public let beforeLoad: Int
         public let afterLoad: Int
         public let peak: Int
+
+        public init(beforeLoad: Int, afterLoad: Int, peak: Int) {
+            self.beforeLoad = beforeLoad
+            self.afterLoad = afterLoad
+            self.peak = peak
+        }
     }
 
     public var createdBy: [String: String]
@@ -91,6 +97,22 @@ public struct BenchReport: Sendable {
     public var parity: ParityReport?
     public var error: String?
     public var notes: [String] = []
+
+    /// A report without figures; `Benchmark.run` fills them in.
+    public init(
+        createdBy: [String: String], machine: Machine, settings: Settings, name: String, runtime: String, path: String,
+        precision: String, modelBytes: Int, totalBytes: Int
+    ) {
+        self.createdBy = createdBy
+        self.machine = machine
+        self.settings = settings
+        self.name = name
+        self.runtime = runtime
+        self.path = path
+        self.precision = precision
+        self.modelBytes = modelBytes
+        self.totalBytes = totalBytes
+    }
 
     public var json: JSONValue {
         let texts = { (values: [String]) in JSONValue.array(values.map(JSONValue.string)) }

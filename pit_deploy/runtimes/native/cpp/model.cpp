@@ -110,8 +110,9 @@ void Model::run_growing(std::vector<int64_t>& ids) {
 std::vector<Rows> Model::probe(const std::string& graph, const std::vector<std::string>& outputs,
                                const std::vector<int64_t>& given) {
   if (!probe_ || probed_ != graph) {
-    std::ifstream file(graph, std::ios::binary);
-    if (!file) throw std::runtime_error(graph + " cannot be read");
+    const std::string path = graph.rfind('/', 0) == 0 ? graph : directory_ + "/" + graph;
+    std::ifstream file(path, std::ios::binary);
+    if (!file) throw std::runtime_error(path + " cannot be read");
     const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
     probe_ = std::make_unique<Ort::Session>(environment_, bytes.data(), bytes.size(), options(true));
     probed_ = graph;

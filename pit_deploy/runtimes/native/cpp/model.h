@@ -31,8 +31,8 @@ class Model {
 
   void reset();
 
-  // From an empty cache that is not this one's: the values called `outputs` of the graph in the file `graph`, whose
-  // weights lie in the bundle, each [tokens, columns].
+  // From an empty cache that is not this one's: the values called `outputs` of the graph in the file `graph` (beside
+  // the bundle's files where it is relative), whose weights lie in the bundle, each [tokens, columns].
   std::vector<Rows> probe(const std::string& graph, const std::vector<std::string>& outputs,
                           const std::vector<int64_t>& ids);
 

@@ -1,16 +1,26 @@
 package org.pytorch.executorch;
 
-/** Signatures only; see the README of this folder. */
+/** Signatures for a compiler; see the README of this folder. */
 public class EValue {
+    private final Object value;
+
+    private EValue(Object value) {
+        this.value = value;
+    }
+
     public static EValue from(Tensor value) {
-        throw new UnsupportedOperationException("signatures only");
+        return new EValue(value);
+    }
+
+    public static EValue from(long value) {
+        return new EValue(value);
     }
 
     public Tensor toTensor() {
-        throw new UnsupportedOperationException("signatures only");
+        return (Tensor) value;
     }
 
     public long toInt() {
-        throw new UnsupportedOperationException("signatures only");
+        return (Long) value;
     }
 }

@@ -8,7 +8,9 @@ import androidx.compose.runtime.getValue
 import androidx.compose.runtime.mutableStateOf
 import androidx.compose.runtime.setValue
 import java.io.File
+import java.nio.file.Paths
 import java.util.concurrent.Executors
+import org.pitdeploy.core.Automation
 import org.pitdeploy.core.BenchReport
 import org.pitdeploy.core.BenchSettings
 import org.pitdeploy.core.Benchmark
@@ -25,6 +27,7 @@ import org.pitdeploy.core.ModelHolder
 import org.pitdeploy.core.Parity
 import org.pitdeploy.core.ParityReport
 import org.pitdeploy.core.PitError
+import org.pitdeploy.core.Task
 import org.pitdeploy.runtime.Backends
 
 /**
@@ -35,12 +38,13 @@ class AppModel private constructor(application: Application) {
     private val device = Device(application)
     private val imported = File(application.filesDir, "bundles")
     private val external = application.getExternalFilesDir(null) ?: application.filesDir
-    private val importer = BundleImport(imported.toPath())
+    private val importer = BundleImport(Paths.get(imported.path))
+    private val automation = Automation(Paths.get(imported.path), Paths.get(external.path))
     private val backends = Backends(device.threads())
     private val holder = ModelHolder(backends, device::availableBytes)
     private val worker = Executors.newSingleThreadExecutor()
     private val main = Handler(Looper.getMainLooper())
-    private val controller = ChatController(holder) { state -> main.post { chat = state } }
+    private val controller: ChatController = ChatController(holder) { show() }
 
     var chat by mutableStateOf(ChatState())
         private set
@@ -63,6 +67,11 @@ class AppModel private constructor(application: Application) {
 
     @Volatile
     private var cancelled = false
+
+    /** The newest state, whichever thread made it: what was typed must be in the field before the next key. */
+    private fun show() {
+        if (Looper.myLooper() == Looper.getMainLooper()) chat = controller.state else main.post { chat = controller.state }
+    }
 
     fun refresh() = work(null) { importer.list().let { found -> main.post { bundles = found } } }
 
@@ -101,42 +110,45 @@ class AppModel private constructor(application: Application) {
         val model = holder.current ?: throw InputError("No model is open; import a bundle and choose it.")
         val report = parityOf(model)
         main.post { parity = report }
-        controller.newChat()
     }
 
     fun benchmark() = work("Measuring") {
         val bundle = holder.current?.bundle ?: throw InputError("No model is open; import a bundle and choose it.")
-        holder.close() // one model fits into memory, and the load is measured too
-        val report = benchOf(bundle)
-        Automation.write(external, Automation.BENCH_FILE, report)
-        main.post {
-            bench = report
-            notice = "The results are in ${File(external, Automation.BENCH_FILE)}."
+        controller.closeModel() // one model fits into memory, and the load is measured too
+        try {
+            val report = benchOf(bundle)
+            automation.writeBench(report)
+            main.post {
+                bench = report
+                notice = "The results are in ${File(external, Automation.BENCH)}."
+            }
+        } finally {
+            controller.openModel(bundle)
         }
-        controller.openModel(bundle)
     }
 
     /** What a script asked for; results and errors go into files of the external folder. */
     fun run(task: Task) = work("Running ${task.bundle}") {
-        Automation.clear(external)
+        automation.clear()
         try {
-            val bundle = Automation.find(task.bundle, imported, external)
+            val bundle = automation.find(task.bundle)
             if (task.bench) {
-                holder.close()
+                controller.closeModel()
                 val report = benchOf(bundle)
-                Automation.write(external, Automation.BENCH_FILE, report)
+                automation.writeBench(report)
                 main.post { bench = report }
             }
             if (task.parity || !task.bench) controller.openModel(bundle)
             if (task.parity) {
-                val model = holder.current?.takeIf { it.bundle.path == bundle.path } ?: throw InputError(controller.state.error ?: "The model could not be opened.")
+                val model = holder.current?.takeIf { it.bundle.path == bundle.path }
+                    ?: throw InputError(controller.state.error ?: "The model could not be opened.")
                 val report = parityOf(model)
-                Automation.write(external, Automation.PARITY_FILE, report.toJson() + ("bundle" to bundle.path.toString()))
+                automation.writeParity(bundle, report)
                 main.post { parity = report }
             }
             Log.i(TAG, "done: ${task.bundle}")
         } catch (error: PitError) {
-            Automation.write(external, Automation.ERROR_FILE, mapOf("bundle" to task.bundle, "error" to error.message))
+            automation.writeError(task, error.message ?: error.toString())
             throw error
         }
     }
@@ -144,17 +156,23 @@ class AppModel private constructor(application: Application) {
     private fun parityOf(model: LoadedModel): ParityReport {
         val manifest = model.bundle.manifest
         if (manifest.goldenFile == null) throw InputError("This bundle carries no golden record; export it again.")
-        val golden = GoldenRecord.parse(model.bundle.read("golden.json"), model.bundle.read("golden.safetensors"))
+        val golden = goldenOf(model.bundle)
         val gate = Gate.of(manifest.runtime, manifest.weights, manifest.tables)
-        return Parity.check(golden, model.backend, gate, manifest.endIds) { done, total ->
-            report(done.toLong(), total.toLong())
-            !cancelled
+        try {
+            return Parity.check(golden, model.backend, gate, manifest.endIds) { done, total ->
+                report(done.toLong(), total.toLong())
+                !cancelled
+            }
+        } finally {
+            controller.cacheWasUsed()
         }
     }
 
+    private fun goldenOf(bundle: Bundle) = GoldenRecord.parse(bundle.read("golden.json"), bundle.read("golden.safetensors"))
+
     private fun benchOf(bundle: Bundle): Map<String, Any?> {
         val settings = BenchSettings(threads = device.threads())
-        val golden = if (bundle.has("golden.json")) GoldenRecord.parse(bundle.read("golden.json"), bundle.read("golden.safetensors")) else null
+        val golden = if (bundle.manifest.goldenFile == null) null else goldenOf(bundle)
         var name = bundle.manifest.runtime
         val figures = Benchmark(settings, device::memoryUse).run(
             BenchReport.ids(bundle, golden),

@@ -16,12 +16,14 @@ import androidx.compose.ui.Modifier
 import androidx.compose.ui.unit.dp
 import org.pitdeploy.core.Bundle
 
+private const val NONE = "There is no bundle yet. Copy the folder that pit-deploy export wrote onto the phone and pick it here."
+
 /** Bundles in the app's storage; a new one is copied in, with every byte checked. */
 @Composable
 fun BundlesScreen(app: AppModel, onPick: () -> Unit) {
     Column(modifier = Modifier.fillMaxSize().padding(8.dp)) {
         Button(onClick = onPick, enabled = app.busy == null) { Text("Import a bundle from a folder") }
-        if (app.bundles.isEmpty()) Text("There is no bundle yet. Copy the folder that pit-deploy export wrote onto the phone and pick it here.")
+        if (app.bundles.isEmpty()) Text(NONE)
         LazyColumn(modifier = Modifier.weight(1f)) {
             items(app.bundles) { bundle -> BundleView(bundle, app) }
         }

@@ -13,11 +13,16 @@ import androidx.compose.ui.Modifier
 import androidx.compose.ui.unit.dp
 import java.util.Locale
 
+private const val PARITY =
+    "Runs the golden record of the open bundle and compares every position with the model as it was trained."
+private const val BENCHMARK =
+    "Measures the open bundle: load, prompts, tokens one by one. Let the phone lie still and cool; it takes a few minutes."
+
 /** The bundle's golden record on this phone: what `pit-deploy verify` does on a computer. */
 @Composable
 fun ParityScreen(app: AppModel) {
     Column(modifier = Modifier.fillMaxSize().padding(8.dp).verticalScroll(rememberScrollState())) {
-        Text("Runs the golden record of the open bundle and compares every position with the model as it was trained. The chat starts anew.")
+        Text(PARITY)
         Button(onClick = { app.checkParity() }, enabled = app.busy == null) { Text("Check") }
         val report = app.parity ?: return@Column
         Text(if (report.passed) "Passed" else "Out of tolerance", style = MaterialTheme.typography.titleMedium)
@@ -33,7 +38,7 @@ fun ParityScreen(app: AppModel) {
 @Composable
 fun BenchmarkScreen(app: AppModel) {
     Column(modifier = Modifier.fillMaxSize().padding(8.dp).verticalScroll(rememberScrollState())) {
-        Text("Measures the open bundle: load, prompts, tokens one by one. Let the phone lie still and cool; it takes a few minutes.")
+        Text(BENCHMARK)
         Button(onClick = { app.benchmark() }, enabled = app.busy == null) { Text("Measure") }
         val report = app.bench ?: return@Column
         summary(report).forEach { Text(it) }
@@ -49,8 +54,12 @@ internal fun summary(report: Map<String, Any?>): List<String> {
     val run = maps(maps(report["subjects"]).firstOrNull()?.get("runs")).firstOrNull() ?: return emptyList()
     val lines = ArrayList<String>()
     (run["error"] as String?)?.let { lines.add(it) }
-    maps(run["prefill"]).forEach { lines.add("prompt of ${it["tokens"]}: ${figure(median(it["tokens_per_second"]))} tokens a second") }
-    maps(run["decode"]).forEach { lines.add("decoding at depth ${it["depth"]}: ${figure(median(it["tokens_per_second"]))} tokens a second") }
+    maps(run["prefill"]).forEach {
+        lines.add("prompt of ${it["tokens"]}: ${figure(median(it["tokens_per_second"]))} tokens a second")
+    }
+    maps(run["decode"]).forEach {
+        lines.add("decoding at depth ${it["depth"]}: ${figure(median(it["tokens_per_second"]))} tokens a second")
+    }
     (run["memory"] as? Map<*, *>)?.let { lines.add("memory at most ${(median(it["peak_bytes"]) / 1e6).toInt()} MB") }
     return lines
 }

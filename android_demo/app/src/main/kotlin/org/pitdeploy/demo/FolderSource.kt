@@ -4,6 +4,7 @@ import android.content.ContentResolver
 import android.net.Uri
 import android.provider.DocumentsContract
 import android.provider.DocumentsContract.Document
+import java.io.IOException
 import java.io.InputStream
 import org.pitdeploy.core.BundleSource
 
@@ -14,10 +15,11 @@ class FolderSource(private val resolver: ContentResolver, private val tree: Uri)
 
     override val name: String = root.substringAfterLast('/').substringAfterLast(':').ifEmpty { "the folder" }
 
-    override fun open(path: String): InputStream? {
-        var id = root
-        for (part in path.split("/")) id = children(id)[part] ?: return null
-        return resolver.openInputStream(DocumentsContract.buildDocumentUriUsingTree(tree, id))
+    override fun open(path: String): InputStream? = try {
+        path.split("/").fold<String, String?>(root) { id, part -> id?.let { children(it)[part] } }
+            ?.let { resolver.openInputStream(DocumentsContract.buildDocumentUriUsingTree(tree, it)) }
+    } catch (error: RuntimeException) { // of the app that gives the files: a right withdrawn, a folder gone
+        throw IOException(error.message ?: "the folder cannot be read", error)
     }
 
     /** Document ids by name. */

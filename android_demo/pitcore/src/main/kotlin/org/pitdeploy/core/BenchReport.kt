@@ -34,7 +34,7 @@ object BenchReport {
         "bandwidth" to emptyList<Any>(),
         "subjects" to listOf(subject(bundle, runtime, settings, figures)),
         "ratios" to emptyList<Any>(),
-        "notes" to listOf("Measured inside the app, all figures in one process: its garbage collector and its screen are part of the machine."),
+        "notes" to listOf(NOTE),
     )
 
     /** The ids that a benchmark runs: the prompts of the golden record, else the texts that check the tokenizer. */
@@ -102,5 +102,7 @@ object BenchReport {
     }
 
     const val VERSION = "0.1.0"
+    private const val NOTE =
+        "Measured inside the app, all figures in one process: its garbage collector and its screen are part of the machine."
     private const val TEXT = "the prompts of the bundle's golden record, repeated"
 }

@@ -85,7 +85,7 @@ class Bundle private constructor(val path: Path, val manifest: Manifest) {
 
     companion object {
         const val MANIFEST = "manifest.json"
-        private const val BIGGEST_MANIFEST = 16L shl 20
+        internal const val BIGGEST_MANIFEST = 16 shl 20
 
         /**
          * Reads the manifest and checks that every file is there, inside the folder and of the declared size; with

@@ -1,5 +1,6 @@
 package org.pitdeploy.core
 
+import java.io.ByteArrayOutputStream
 import java.io.IOException
 import java.io.InputStream
 import java.nio.file.Files
@@ -33,13 +34,14 @@ class BundleImport(private val root: Path) {
             try {
                 return Bundle.open(target)
             } catch (_: BundleError) {
-                delete(target) // damaged since; the copy that is made now takes its place
+                // Damaged since: the copy that is made now takes its place.
             }
         }
         val total = manifest.files.sumOf { it.size }
         if (total + text.size > freeBytes) {
             throw InputError(
-                "The bundle ${source.name} needs ${total / 1_000_000} MB and ${freeBytes / 1_000_000} MB are free on this device; remove something and import it again.",
+                "The bundle ${source.name} needs ${total / 1_000_000} MB and ${freeBytes / 1_000_000} MB are free on this device; " +
+                    "remove something and import it again.",
             )
         }
         val partial = root.resolve(".${target.fileName}.partial")
@@ -53,6 +55,7 @@ class BundleImport(private val root: Path) {
             }
             Files.write(partial.resolve(Bundle.MANIFEST), text)
             Bundle.open(partial)
+            delete(target)
             Files.move(partial, target, StandardCopyOption.ATOMIC_MOVE)
         } catch (error: IOException) {
             throw InputError("The bundle ${source.name} could not be copied (${error.message}); import it again.", error)
@@ -65,7 +68,9 @@ class BundleImport(private val root: Path) {
     /** The bundles that were imported, by name; folders that are damaged are passed over. */
     fun list(): List<Bundle> {
         if (!Files.isDirectory(root)) return emptyList()
-        val folders = Files.list(root).use { paths -> paths.filter { Files.isDirectory(it) && !it.fileName.toString().startsWith(".") }.sorted().toArray() }
+        val folders = Files.list(root).use { paths ->
+            paths.filter { Files.isDirectory(it) && !it.fileName.toString().startsWith(".") }.sorted().toArray()
+        }
         return folders.mapNotNull {
             try {
                 Bundle.open(it as Path)
@@ -83,10 +88,24 @@ class BundleImport(private val root: Path) {
     private fun read(source: BundleSource): ByteArray {
         try {
             val stream = source.open(Bundle.MANIFEST)
-                ?: throw BundleError("not_a_bundle", "${source.name} has no ${Bundle.MANIFEST}; choose the folder that pit-deploy export wrote.")
-            return stream.use { it.readBytes() }
+                ?: throw BundleError(
+                    "not_a_bundle",
+                    "${source.name} has no ${Bundle.MANIFEST}; choose the folder that pit-deploy export wrote.",
+                )
+            val bytes = stream.use { readAtMost(it, Bundle.BIGGEST_MANIFEST + 1) }
+            if (bytes.size > Bundle.BIGGEST_MANIFEST) {
+                throw BundleError(
+                    "wrong_size",
+                    "${source.name}/${Bundle.MANIFEST} is larger than the ${Bundle.BIGGEST_MANIFEST} bytes that a manifest has at " +
+                        "most; choose another folder.",
+                )
+            }
+            return bytes
         } catch (error: IOException) {
-            throw BundleError("unreadable_file", "${source.name}/${Bundle.MANIFEST} cannot be read (${error.message}); choose the folder again.")
+            throw BundleError(
+                "unreadable_file",
+                "${source.name}/${Bundle.MANIFEST} cannot be read (${error.message}); choose the folder again.",
+            )
         }
     }
 
@@ -118,7 +137,11 @@ class BundleImport(private val root: Path) {
         }
         val hash = digest.digest().joinToString("") { "%02x".format(it) }
         if (hash != entry.sha256) {
-            throw BundleError("wrong_hash", "$where is damaged: its SHA-256 starts with ${hash.take(12)} and the manifest says ${entry.sha256.take(12)}; ${Manifest.AGAIN}")
+            throw BundleError(
+                "wrong_hash",
+                "$where is damaged: its SHA-256 starts with ${hash.take(12)} and the manifest says ${entry.sha256.take(12)}; " +
+                    Manifest.AGAIN,
+            )
         }
     }
 
@@ -128,6 +151,17 @@ class BundleImport(private val root: Path) {
             val hash = MessageDigest.getInstance("SHA-256").digest(text).take(4).joinToString("") { "%02x".format(it) }
             val name = manifest.sourceName.filter { it.isLetterOrDigit() || it in "-_." }.trimStart('.').ifEmpty { "model" }
             return "$name-${manifest.runtime}-${manifest.weights}-$hash"
+        }
+
+        fun readAtMost(stream: InputStream, most: Int): ByteArray {
+            val found = ByteArrayOutputStream()
+            val buffer = ByteArray(1 shl 16)
+            while (found.size() < most) {
+                val count = stream.read(buffer, 0, minOf(buffer.size, most - found.size()))
+                if (count < 0) break
+                found.write(buffer, 0, count)
+            }
+            return found.toByteArray()
         }
 
         fun delete(folder: Path) {

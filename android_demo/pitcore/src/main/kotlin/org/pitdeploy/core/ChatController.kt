@@ -1,5 +1,7 @@
 package org.pitdeploy.core
 
+import java.nio.file.Path
+
 /** What a chat screen shows. */
 data class ChatState(
     val model: String? = null,
@@ -19,8 +21,8 @@ data class ChatState(
 )
 
 /**
- * The chat screen without a screen. Calls that take time ([openModel], [send]) belong on one worker thread; [stop] may come
- * from any. Every change of the state is given to [onChange].
+ * The chat screen without a screen. Calls that take time ([openModel], [send]) belong on one worker thread; [stop] and
+ * [setDraft] may come from any. Every change of the state is told to [onChange], on the thread that made it.
  */
 class ChatController(private val holder: ModelHolder, private val onChange: (ChatState) -> Unit) {
     @Volatile
@@ -30,15 +32,22 @@ class ChatController(private val holder: ModelHolder, private val onChange: (Cha
     @Volatile
     private var stopped = false
     private var chat: Chat? = null
+    private var opened: Path? = null
 
-    /** Opens a model and starts a chat with it. Where it fails the chat of before goes on, and the error is shown. */
+    /**
+     * Opens a model and starts a chat with it; the same bundle again goes on with its chat. Where it fails the chat of
+     * before goes on, and the error is shown.
+     */
     fun openModel(bundle: Bundle) {
+        val said = if (bundle.path == opened) state.messages else emptyList()
         try {
             val model = holder.switchTo(bundle)
-            chat = Chat(model)
+            chat = Chat(model).also { it.restore(said) }
+            opened = bundle.path
             update {
                 ChatState(
                     model = "${bundle.manifest.sourceName}, ${bundle.manifest.precision}",
+                    messages = said,
                     draft = draft,
                     contextLength = model.backend.contextLength,
                 )
@@ -48,6 +57,19 @@ class ChatController(private val holder: ModelHolder, private val onChange: (Cha
             chat = holder.current?.let { old -> Chat(old).also { it.restore(state.messages) } }
             update { copy(error = error.message, model = if (holder.current == null) null else model) }
         }
+    }
+
+    /** Gives the model's memory back, for a benchmark that opens it itself; the messages stay readable. */
+    fun closeModel() {
+        holder.close()
+        chat = null
+        update { copy(model = null, used = 0) }
+    }
+
+    /** Something else ran in the model and emptied its cache: the messages are run again when the next one is sent. */
+    fun cacheWasUsed() {
+        chat?.let { it.restore(it.messages) }
+        update { copy(used = 0) }
     }
 
     /** Empties the chat; the draft stays. */
@@ -73,7 +95,10 @@ class ChatController(private val holder: ModelHolder, private val onChange: (Cha
             return
         }
         stopped = false
-        update { copy(running = true, partial = "", error = null, offerNewChat = false, messages = chat.messages + Message("user", text), draft = "") }
+        update {
+            val asked = chat.messages + Message("user", text)
+            copy(running = true, partial = "", error = null, offerNewChat = false, messages = asked, draft = "")
+        }
         try {
             val reply = chat.reply(text, maxNewTokens) { piece ->
                 update { copy(partial = partial + piece) }
@@ -82,7 +107,7 @@ class ChatController(private val holder: ModelHolder, private val onChange: (Cha
             val full = reply.generation.reason == FinishReason.CONTEXT_FULL
             update {
                 copy(
-                    error = if (full) "The context of ${this.contextLength} tokens is full, so the answer ends here; start a new chat to go on." else null,
+                    error = if (full) "The context of $contextLength tokens is full, so the answer ends here; start a new chat." else null,
                     offerNewChat = full,
                     tokensPerSecond = reply.generation.tokensPerSecond,
                 )
@@ -97,7 +122,7 @@ class ChatController(private val holder: ModelHolder, private val onChange: (Cha
     }
 
     private fun update(change: ChatState.() -> ChatState) {
-        state = state.change()
+        synchronized(this) { state = state.change() }
         onChange(state)
     }
 

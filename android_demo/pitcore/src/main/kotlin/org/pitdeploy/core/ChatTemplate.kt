@@ -38,7 +38,9 @@ class ChatTemplate(source: String, private val variables: Map<String, Any?>) {
             is List<*> -> {
                 val named = value.filterIsInstance<Map<*, *>>()
                 named.firstOrNull { it["name"] == "default" }?.get("template") as? String
-                    ?: throw InputError("None of the chat templates ${named.map { it["name"] }} is named 'default'; export the bundle with one.")
+                    ?: throw InputError(
+                        "None of the chat templates ${named.map { it["name"] }} is named 'default'; export the bundle with one.",
+                    )
             }
             else -> throw InputError("chat_template in tokenizer_config.json must be text; export the bundle again.")
         }

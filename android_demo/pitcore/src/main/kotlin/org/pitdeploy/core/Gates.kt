@@ -17,7 +17,7 @@ data class Gate(val maxAbs: Double?, val meanKl: Double, val top1: Double, val g
             "onnx" to ONNX,
             "executorch" to ONNX + mapOf(
                 "int8" to Gate(null, 2.5e-2, 0.92, false, 0.3),
-                "int4" to Gate(null, 0.6, 0.60, false, 0.8),
+                "int4" to Gate(null, 0.15, 0.75, false, 0.8),
             ),
             "coreml" to ONNX + mapOf(
                 "fp16" to Gate(null, 1e-3, 0.99, false, 5e-2),

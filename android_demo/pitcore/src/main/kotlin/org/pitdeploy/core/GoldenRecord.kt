@@ -29,7 +29,9 @@ class GoldenRecord private constructor(fields: Map<*, *>, tensors: Safetensors) 
         require(topIds[0].size == topLogits[0].size && sampledIds.size == sampledLogits[0].size) { "ids and logits differ in number" }
         val ids = prompts.flatMap { it.ids.asList() } + greedyIds.asList() + topIds.flatMap { it.asList() } + sampledIds.asList()
         require(ids.all { it in 0 until vocabSize }) { "an id is outside the vocabulary of $vocabSize rows" }
-        require(greedyPrompt in prompts.indices && greedyIds.size == greedyMargins.size) { "the greedy continuation does not fit the prompts" }
+        require(greedyPrompt in prompts.indices && greedyIds.size == greedyMargins.size) {
+            "the greedy continuation does not fit the prompts"
+        }
     }
 
     /** Position at which each prompt starts. */
@@ -54,7 +56,8 @@ class GoldenRecord private constructor(fields: Map<*, *>, tensors: Safetensors) 
                 throw damaged("golden.json is not valid JSON (${error.message})", error)
             } ?: throw damaged("golden.json is not a JSON object", null)
             if (fields["golden_version"] != VERSION) {
-                throw InputError("golden.json has version ${fields["golden_version"]}, and this app reads version $VERSION; update the app.")
+                val version = fields["golden_version"]
+                throw InputError("golden.json has version $version, and this app reads version $VERSION; update the app.")
             }
             try {
                 return GoldenRecord(fields, Safetensors(tensors))
@@ -84,18 +87,22 @@ internal class Safetensors(bytes: ByteArray) {
         data = buffer.slice().order(ByteOrder.LITTLE_ENDIAN)
     }
 
-    fun ints(name: String, rows: Int): Array<IntArray> = rows(name, "I32", rows) { part, size -> IntArray(size).also { part.asIntBuffer().get(it) } }.toTypedArray()
+    fun ints(name: String, rows: Int): List<IntArray> =
+        rows(name, "I32", rows) { part, size -> IntArray(size).also { part.asIntBuffer().get(it) } }
 
-    fun floats(name: String, rows: Int): Array<FloatArray> = rows(name, "F32", rows) { part, size -> FloatArray(size).also { part.asFloatBuffer().get(it) } }.toTypedArray()
+    fun floats(name: String, rows: Int): List<FloatArray> =
+        rows(name, "F32", rows) { part, size -> FloatArray(size).also { part.asFloatBuffer().get(it) } }
 
-    fun doubles(name: String): DoubleArray = rows(name, "F64", 1) { part, size -> DoubleArray(size).also { part.asDoubleBuffer().get(it) } }[0]
+    fun doubles(name: String): DoubleArray =
+        rows(name, "F64", 1) { part, size -> DoubleArray(size).also { part.asDoubleBuffer().get(it) } }[0]
 
     private fun <T> rows(name: String, dtype: String, rows: Int, read: (ByteBuffer, Int) -> T): List<T> {
         val entry = header[name] as? Map<*, *> ?: throw IllegalArgumentException("golden.safetensors has no tensor $name")
         require(entry["dtype"] == dtype) { "$name is of type ${entry["dtype"]} and not $dtype" }
         val (start, end) = (entry["data_offsets"] as List<*>).map { (it as Long).toInt() }
         val width = if (dtype == "F64") 8 else 4
-        require(start in 0..end && end <= data.capacity() && (end - start) % (width * rows) == 0) { "$name lies outside golden.safetensors" }
+        val inside = start in 0..end && end <= data.capacity() && (end - start) % (width * rows) == 0
+        require(inside) { "$name lies outside golden.safetensors" }
         val size = (end - start) / (width * rows)
         return List(rows) { row ->
             val part = data.duplicate().order(ByteOrder.LITTLE_ENDIAN)

@@ -34,8 +34,8 @@ class LoadedModel(val bundle: Bundle, val tokenizer: Tokenizer, val template: Ch
                 backend.close()
                 throw BundleError(
                     "bad_value",
-                    "The model of ${prepared.bundle.path} has ${backend.vocabSize} rows and a context of ${backend.contextLength}, and its manifest " +
-                        "says ${manifest.vocabSize} and ${manifest.contextLength}; export the bundle again.",
+                    "The model of ${prepared.bundle.path} has ${backend.vocabSize} rows and a context of " +
+                        "${backend.contextLength}, and its manifest says ${manifest.vocabSize} and ${manifest.contextLength}; export the bundle again.",
                 )
             }
             return LoadedModel(prepared.bundle, prepared.tokenizer, prepared.template, backend)

@@ -12,26 +12,20 @@ class FileEntry(val path: String, val size: Long, val sha256: String)
 class TokenizedText(val text: String, val ids: IntArray)
 
 /** What lasts from one call of the graph to the next; [output] is null where the runtime keeps it itself. */
-class StateEntry(val name: String, val output: String?, val dtype: String, val shape: List<Any>)
+class StateEntry(val name: String, val output: String?, val dtype: String)
 
 /** What an app reads of manifest.json; docs/bundle.md explains each field. The whole text was checked by [parse]. */
 class Manifest private constructor(fields: Map<String, Any?>) {
-    val createdBy: Map<String, String> = fields.part("created_by").mapValues { it.value as String }
     val sourceName: String = fields.part("source").text("name")
     val runtime: String = fields.text("runtime")
     val profile: String = fields.text("profile")
     val modelFile: String = fields.text("model_file")
-    val layout: String = fields.text("layout")
     val weights: String = fields.part("precision").text("weights")
     val tables: String = fields.part("precision").text("tables")
-    val hiddenSize: Int = fields.part("architecture").number("hidden_size")
     val layers: Int = fields.part("architecture").number("num_hidden_layers")
     val keyValueHeads: Int = fields.part("architecture").number("num_key_value_heads")
     val headDim: Int = fields.part("architecture").number("head_dim")
-    val states: List<StateEntry> = fields.parts("states").map {
-        val shape = (it["shape"] as List<*>).map { size -> if (size is Long) size.toInt() else size as String }
-        StateEntry(it.text("name"), it["output"] as String?, it.text("dtype"), shape)
-    }
+    val states: List<StateEntry> = fields.parts("states").map { StateEntry(it.text("name"), it["output"] as String?, it.text("dtype")) }
     val logits: String = fields.text("logits")
     val vocabSize: Int = fields.number("vocab_size")
     val tokenizerLength: Int = fields.number("tokenizer_length")
@@ -117,7 +111,7 @@ class Manifest private constructor(fields: Map<String, Any?>) {
         internal const val AGAIN = "export the bundle again, or fetch it again from where it came."
 
         private val schema: JsonSchema by lazy {
-            val text = Manifest::class.java.getResourceAsStream("manifest.schema.json")!!.use { it.readBytes() }
+            val text = Manifest::class.java.getResourceAsStream("/manifest.schema.json")!!.use { it.readBytes() }
             @Suppress("UNCHECKED_CAST")
             JsonSchema(Json.parse(text) as Map<String, Any?>)
         }
@@ -166,7 +160,11 @@ class Manifest private constructor(fields: Map<String, Any?>) {
                     fault("unknown_field", where, "format version $FORMAT_VERSION has no field '$field' (it is ${show(problem.value)})")
                 // Of the patterns only the one for paths has a rule about dots.
                 problem.rule == "pattern" && "\\.{1,2}" in (problem.limit as String) ->
-                    fault("path_escape", where, "the field '$field' is ${show(problem.value)}: paths are relative, with '/', and may not leave the bundle")
+                    fault(
+                        "path_escape",
+                        where,
+                        "the field '$field' is ${show(problem.value)}: paths are relative, with '/', and may not leave the bundle",
+                    )
                 else -> fault("bad_value", where, "the field '$field' is ${show(problem.value)}: ${problem.rule} is ${show(problem.limit)}")
             }
         }

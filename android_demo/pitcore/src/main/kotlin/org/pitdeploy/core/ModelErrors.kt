@@ -4,12 +4,17 @@ import org.pitdeploy.core.ModelError.Reason
 
 /** Turns what runtimes throw into one sentence for a person, and a reason that the app can act on. */
 object ModelErrors {
-    private val VERSION = Regex("Opset \\d+ is under development|Unsupported model IR version|program version|schema version", RegexOption.IGNORE_CASE)
-    private val OPERATORS = Regex("No Op registered for|is not a registered function/op|NOT_IMPLEMENTED|Could not find an implementation|Missing operator|OperatorMissing", RegexOption.IGNORE_CASE)
-    private val MEMORY = Regex("bad_alloc|bad allocation|Failed to allocate memory|OutOfMemory|MemoryAllocationFailed|Cannot allocate memory", RegexOption.IGNORE_CASE)
-    private val DAMAGED = Regex(
-        "Protobuf parsing failed|INVALID_PROTOBUF|INVALID_GRAPH|No graph was found|External data|External initializer|Deserialize tensor|InvalidProgram",
-        RegexOption.IGNORE_CASE,
+    private val VERSION = anyOf("Opset \\d+ is under development", "Unsupported model IR version", "Delegate invalid compatibility")
+    private val OPERATORS = anyOf(
+        "No Op registered for", "is not a registered function/op", "NOT_IMPLEMENTED", "Could not find an implementation",
+        "Operator missing",
+    )
+    private val MEMORY = anyOf(
+        "bad_alloc", "bad allocation", "Failed to allocate memory", "Memory allocation failed", "Cannot allocate memory", "Out of resources",
+    )
+    private val DAMAGED = anyOf(
+        "Protobuf parsing failed", "INVALID_PROTOBUF", "INVALID_GRAPH", "No graph was found", "External data",
+        "External initializer", "Deserialize tensor", "Invalid program",
     )
     private val OPERATOR_NAME = Regex("No Op registered for (\\S+)|: *(\\S+)\\(-?\\d+\\) is not a registered")
 
@@ -30,12 +35,14 @@ object ModelErrors {
         val sentence = when (reason) {
             Reason.OUT_OF_MEMORY -> return outOfMemory(model, null, null, cause)
             Reason.UNSUPPORTED_VERSION ->
-                "$model was exported for a newer $runtime than this app has (${short(message)}); update the app, or export the bundle with an older pit-deploy."
+                "$model was exported for a newer $runtime than this app has (${short(message)}); update the app, or export the " +
+                    "bundle with an older pit-deploy."
             Reason.UNSUPPORTED_OPERATORS -> {
                 val match = OPERATOR_NAME.find(message)
                 val name = match?.groupValues?.drop(1)?.firstOrNull { it.isNotEmpty() }
                 val what = if (name == null) "an operator" else "the operator $name"
-                "$model uses $what that $runtime in this app does not have; update the app, or export the bundle with --profile standard."
+                "$model uses $what that $runtime in this app does not have; update the app, or export the bundle with " +
+                    "--profile standard."
             }
             Reason.DAMAGED_MODEL -> "$model is damaged or no model (${short(message)}); import the bundle again."
             Reason.OTHER -> "$runtime cannot open $model (${short(message)}); import the bundle again, or update the app."
@@ -47,17 +54,23 @@ object ModelErrors {
     fun atRun(model: String, runtime: String, cause: Throwable): ModelError {
         val message = cause.message ?: cause.toString()
         if (cause is OutOfMemoryError || reason(message) == Reason.OUT_OF_MEMORY) return outOfMemory(model, null, null, cause)
-        return ModelError(reason(message), "$runtime failed while running $model (${short(message)}); start a new chat, and check the bundle if it happens again.", cause)
+        val sentence = "$runtime failed while running $model (${short(message)}); start a new chat, and check the bundle if it " +
+            "happens again."
+        return ModelError(reason(message), sentence, cause)
     }
 
     fun outOfMemory(model: String, needed: Long?, available: Long?, cause: Throwable? = null): ModelError {
-        val numbers = if (needed == null || available == null) "" else " (it needs about ${megabytes(needed)} and ${megabytes(available)} are free)"
+        val known = needed != null && available != null
+        val numbers = if (known) " (it needs about ${megabytes(needed)} and ${megabytes(available)} are free)" else ""
         return ModelError(
             Reason.OUT_OF_MEMORY,
-            "There is not enough memory for $model$numbers; close other apps, or export a smaller bundle (--weights int4, a smaller --context).",
+            "There is not enough memory for $model$numbers; close other apps, or export a smaller bundle (--weights int4, a " +
+                "smaller --context).",
             cause,
         )
     }
+
+    private fun anyOf(vararg patterns: String) = Regex(patterns.joinToString("|"), RegexOption.IGNORE_CASE)
 
     private fun megabytes(bytes: Long) = "${(bytes + 999_999) / 1_000_000} MB"
 
@@ -66,7 +79,9 @@ object ModelErrors {
         .replace(Regex("\\s+"), " ")
         .replace(Regex("^\\[ONNXRuntimeError\\] : \\d+ : \\w+ : "), "")
         .replace(Regex("Load model from \\S+ failed: ?"), "")
-        .replace(Regex("(Error code - \\w+ - message: )"), "")
+        .replace(Regex("Error code - \\w+ - message: "), "")
+        .replace(Regex("^\\[Executorch Error 0x[0-9a-f]+\\] "), "")
+        .replace(Regex("Detailed logs:.*"), "")
         .replace(Regex("/onnxruntime_src/\\S+:\\d+ .*?\\) (?=[A-Z])"), "")
         .take(160)
         .trimEnd(' ', '.')

@@ -55,7 +55,7 @@ class BundleTest {
 
     @Test
     fun `the schema alone accepts what it accepts in Python`() {
-        val schema = JsonSchema(fields(Json.parse(javaClass.getResourceAsStream("manifest.schema.json")!!.readBytes())))
+        val schema = JsonSchema(fields(Json.parse(javaClass.getResourceAsStream("/manifest.schema.json")!!.readBytes())))
         for (case in cases) {
             val accepted = try {
                 schema.firstProblem(Json.parse(Vectors.bytes("manifests/${case.text("manifest")}"))) == null
@@ -133,6 +133,9 @@ class BundleTest {
 
         Files.write(bundle.path.resolve("model.onnx"), ByteArray(0))
         assertEquals(emptyList<Bundle>(), BundleImport(root).list())
+        val before = contents(root)
+        assertFails<InputError>("cut off") { BundleImport(root).run(Source(good, breakAt = "tokenizer.json"), Long.MAX_VALUE) }
+        assertEquals("what is there stays until the new copy is whole", before, contents(root))
         BundleImport(root).run(Source(good), Long.MAX_VALUE).checkHashes()
         BundleImport(root).remove(BundleImport(root).list().single())
         assertEquals(emptyList<String>(), contents(root))
@@ -158,6 +161,8 @@ class BundleTest {
             assertEquals(kind.trim(), error.kind)
             assertEquals(kind, emptyList<String>(), contents(root))
         }
+        val huge = assertFails<BundleError>("huge") { BundleImport(root).run(Source(mapOf("manifest.json" to ByteArray((16 shl 20) + 1))), Long.MAX_VALUE) }
+        assertEquals("wrong_size", huge.kind)
         assertFails<InputError>("cut off") { BundleImport(root).run(Source(good, breakAt = "model.onnx_data"), Long.MAX_VALUE) }
         assertTrue("MB" in assertFails<InputError>("no room") { BundleImport(root).run(Source(good), 10) }.message!!)
         assertEquals(emptyList<String>(), contents(root))

@@ -115,7 +115,7 @@ class ChatTest {
         val state = controller.state
         assertTrue(state.offerNewChat)
         assertSentence(state.error!!)
-        assertTrue(state.error!!, "$context" in state.error!! && "start a new chat" in state.error!!)
+        assertTrue(state.error, "$context" in state.error && "start a new chat" in state.error)
         assertEquals("the model did not run", runs, backend.runs)
         assertEquals("A second message that is far too long for the room that is left", state.draft)
         assertEquals(listOf("Hello", "Hi!"), state.messages.map { it.content })
@@ -154,7 +154,7 @@ class ChatTest {
         controller.openModel(bundle(400, "large"))
         val state = controller.state
         assertSentence(state.error!!)
-        assertTrue(state.error!!, "not enough memory for large" in state.error!!)
+        assertTrue(state.error, "not enough memory for large" in state.error)
         assertEquals(listOf("Hello", "Hi!"), state.messages.map { it.content })
         assertEquals("unsent", state.draft)
         assertTrue("the old model was closed before the new one was tried", opened[0].closed)
@@ -162,6 +162,34 @@ class ChatTest {
         controller.send(64)
         assertEquals(listOf("Hello", "Hi!", "unsent", "Again."), controller.state.messages.map { it.content })
         assertTrue(controller.state.model!!.startsWith("tiny"))
+    }
+
+    @Test
+    fun `the chat goes on after the model was used for something else, or opened again`() {
+        val opened = ArrayList<ScriptedBackend>()
+        val controller = controller(holder { ScriptedBackend(if (opened.isEmpty()) answers("Hi!", "Two.") else answers("Three."), 400, 432).also { opened.add(it) } })
+        val bundle = bundle(400)
+        controller.openModel(bundle)
+        controller.say("Hello")
+        opened[0].rewind(0)
+        controller.cacheWasUsed()
+        controller.say("More")
+        assertEquals(listOf("Hello", "Hi!", "More", "Two."), controller.state.messages.map { it.content })
+        val asked = ChatTemplate.of(bundle)!!.render(controller.state.messages.dropLast(1))
+        assertEquals("the whole chat was run again", tokenizer.encode(asked).toList(), opened[0].asked.last { it.size > 1 })
+
+        controller.closeModel()
+        assertTrue(opened[0].closed)
+        assertEquals(4, controller.state.messages.size)
+        controller.say("Nobody there")
+        assertSentence(controller.state.error!!)
+        controller.openModel(bundle)
+        assertEquals(4, controller.state.messages.size)
+        controller.say("Again")
+        assertEquals(listOf("Again", "Three."), controller.state.messages.takeLast(2).map { it.content })
+        assertEquals(6, controller.state.messages.size)
+        controller.openModel(bundle(400, "other"))
+        assertEquals("another model starts anew", emptyList<Message>(), controller.state.messages)
     }
 
     @Test
@@ -240,6 +268,20 @@ class ChatTest {
             assertEquals(case.text("name"), case.text("kind"), error.reason.name.lowercase())
             assertSentence(error.message!!)
             assertFalse(error.message!!, "ONNXRuntimeError" in error.message!! || "onnxruntime_src" in error.message!!)
+        }
+        // The words of org.pytorch.executorch.ExecutorchRuntimeException.
+        val executorch = mapOf(
+            "[Executorch Error 0x14] Operator missing: Failed to load method\n Detailed logs:\nkernel llama::custom_sdpa not found\n" to "UNSUPPORTED_OPERATORS",
+            "[Executorch Error 0x30] Delegate invalid compatibility: forward" to "UNSUPPORTED_VERSION",
+            "[Executorch Error 0x23] Invalid program: model.pte" to "DAMAGED_MODEL",
+            "[Executorch Error 0x21] Memory allocation failed: model.pte" to "OUT_OF_MEMORY",
+            "[Executorch Error 0x12] Invalid argument: model.pte" to "OTHER",
+        )
+        for ((message, reason) in executorch) {
+            val error = ModelErrors.atLoad("model.pte", "ExecuTorch", RuntimeException(message))
+            assertEquals(message, reason, error.reason.name)
+            assertSentence(error.message!!)
+            assertFalse(error.message!!, "0x" in error.message!! || "logs" in error.message!!)
         }
         val unknown = ModelErrors.atLoad("model.onnx", "ONNX Runtime 1.32", RuntimeException("Fatal error: com.microsoft:NoSuchAttention(-1) is not a registered function/op"))
         assertTrue(unknown.message!!, "com.microsoft:NoSuchAttention" in unknown.message!!)

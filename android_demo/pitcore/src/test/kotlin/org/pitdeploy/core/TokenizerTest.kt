@@ -28,10 +28,28 @@ class TokenizerTest {
     @Test
     fun `the sample's tokenizer gives the ids of Hugging Face's`() = generated("tokens.sample")
 
-    private fun generated(property: String) {
+    @Test
+    fun `the sample's chats have transformers' text and ids`() {
+        val document = document("tokens.sample")
+        val tokenizers = document.cases("tokenizers").associate { it.text("name") to Tokenizer.parse(Files.readAllBytes(file(it.text("file")))) }
+        for (chats in document.cases("chats")) {
+            val template = ChatTemplate(chats.text("template"), chats.part("special_tokens"))
+            for (case in chats.cases("cases")) {
+                val text = template.render(case.cases("messages").map { Message(it.text("role"), it.text("content")) })
+                assertEquals(case.text("text"), text)
+                assertEquals(text, case.ints("ids"), tokenizers.getValue(case.text("tokenizer")).encode(text).toList())
+            }
+        }
+    }
+
+    private fun document(property: String): Fields {
         val file = System.getProperty(property)
         assumeTrue("the property $property names no file: run make test-android", !file.isNullOrEmpty())
-        val document = Vectors.loadFile(Paths.get(file))
+        return Vectors.loadFile(Paths.get(file))
+    }
+
+    private fun generated(property: String) {
+        val document = document(property)
         assertTrue(document.list("texts").size >= 5000)
         check(document)
     }

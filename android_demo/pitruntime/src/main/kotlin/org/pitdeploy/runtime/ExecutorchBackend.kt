@@ -61,7 +61,8 @@ class ExecutorchBackend(private val bundle: Bundle, threads: Int = 0) : DecoderB
             if (value != wanted.toLong()) {
                 throw BundleError(
                     "bad_value",
-                    "${bundle.modelPath}: $method is $value, and the manifest says $wanted; export the bundle again, or fetch it again from where it came.",
+                    "${bundle.modelPath}: $method is $value, and the manifest says $wanted; export the bundle again, or fetch it " +
+                        "again from where it came.",
                 )
             }
         }

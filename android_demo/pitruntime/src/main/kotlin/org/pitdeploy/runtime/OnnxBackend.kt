@@ -86,7 +86,8 @@ class OnnxBackend(private val bundle: Bundle, threads: Int = 0) : DecoderBackend
         session.close()
     }
 
-    private fun tensor(values: LongArray) = OnnxTensor.createTensor(environment, LongBuffer.wrap(values), longArrayOf(1, values.size.toLong()))
+    private fun tensor(values: LongArray): OnnxTensor =
+        OnnxTensor.createTensor(environment, LongBuffer.wrap(values), longArrayOf(1, values.size.toLong()))
 
     private interface Cache : AutoCloseable {
         /** Runs [inputs] with the keys and values; logits of the last of [tokens] positions. */
@@ -95,33 +96,46 @@ class OnnxBackend(private val bundle: Bundle, threads: Int = 0) : DecoderBackend
         fun rewind(position: Int)
     }
 
-    /** Tensors over memory of their own, past and present at once. What lies behind the position is never read. */
+    /**
+     * Tensors that are past and present at once. What lies behind the position is never read.
+     *
+     * They are the outputs of a first run over one token, because those lie in the runtime's memory: a buffer that is made
+     * in Java counts against the app's heap on Android, which a long context would fill.
+     */
     private inner class SharedCache : Cache {
-        private val inputs = HashMap<String, OnnxTensor>()
-        private val outputs = HashMap<String, OnnxTensor>()
+        private val first: OrtSession.Result
+        private val past: Map<String, OnnxTensor>
+        private val outputs: Map<String, OnnxTensor>
         private val logits = floats(manifest.vocabSize.toLong())
+        private val logitsTensor = OnnxTensor.createTensor(environment, logits, longArrayOf(1, 1, manifest.vocabSize.toLong()))
         private val result = FloatArray(manifest.vocabSize)
 
         init {
             try {
                 val shape = longArrayOf(1, manifest.keyValueHeads.toLong(), contextLength.toLong(), manifest.headDim.toLong())
-                for (state in manifest.states) {
-                    val tensor = OnnxTensor.createTensor(environment, floats(shape.reduce(Long::times)), shape)
-                    inputs[state.name] = tensor
-                    outputs[state.output!!] = tensor
+                first = OnnxTensor.createTensor(environment, floats(shape.reduce(Long::times)), shape).use { blank ->
+                    tensor(longArrayOf(0)).use { token ->
+                        tensor(longArrayOf(1)).use { mask ->
+                            session.run(manifest.states.associate { it.name to blank } + mapOf(TOKENS to token, MASK to mask))
+                        }
+                    }
                 }
-                if (manifest.logits == "last") {
-                    outputs[LOGITS] = OnnxTensor.createTensor(environment, logits, longArrayOf(1, 1, manifest.vocabSize.toLong()))
+                past = manifest.states.associate { it.name to first.get(it.output!!).get() as OnnxTensor }
+                past.entries.firstOrNull { !it.value.info.shape.contentEquals(shape) }?.let {
+                    first.close()
+                    throw differs(bundle, "its cache ${it.key} has the shape ${it.value.info.shape.toList()}, and not ${shape.toList()}")
                 }
+                val kept = manifest.states.associate { it.output!! to past.getValue(it.name) }
+                outputs = if (manifest.logits == "last") kept + (LOGITS to logitsTensor) else kept
             } catch (error: Throwable) {
-                close()
+                logitsTensor.close()
                 throw error
             }
         }
 
         override fun run(inputs: Map<String, OnnxTensor>, tokens: Int): FloatArray {
             val wanted = if (manifest.logits == "last") emptySet() else setOf(LOGITS)
-            session.run(this.inputs + inputs, wanted, outputs).use { run ->
+            session.run(past + inputs, wanted, outputs).use { run ->
                 if (manifest.logits == "last") {
                     logits.duplicate().get(result)
                 } else {
@@ -134,8 +148,8 @@ class OnnxBackend(private val bundle: Bundle, threads: Int = 0) : DecoderBackend
         override fun rewind(position: Int) = Unit
 
         override fun close() {
-            inputs.values.forEach { it.close() }
-            outputs[LOGITS]?.close()
+            first.close()
+            logitsTensor.close()
         }
     }
 
@@ -191,7 +205,7 @@ class OnnxBackend(private val bundle: Bundle, threads: Int = 0) : DecoderBackend
         const val MASK = "attention_mask"
         const val LOGITS = "logits"
 
-        /** Memory outside Java's heap, which the runtime reads and writes in place. */
+        /** A buffer that the runtime reads and writes in place. */
         fun floats(count: Long): FloatBuffer {
             val bytes = count * Float.SIZE_BYTES
             if (bytes > Int.MAX_VALUE) throw OutOfMemoryError("a buffer of $bytes bytes")
@@ -204,13 +218,15 @@ class OnnxBackend(private val bundle: Bundle, threads: Int = 0) : DecoderBackend
             buffer.get(into)
         }
 
+        fun differs(bundle: Bundle, what: String) = BundleError(
+            "bad_value",
+            "${bundle.modelPath}: $what; export the bundle again, or fetch it again from where it came.",
+        )
+
         /** Room is made by the manifest, so it must not be believed where the graph says otherwise. */
         fun checkGraph(session: OrtSession, bundle: Bundle) {
             val manifest = bundle.manifest
-            fun differs(what: String): Nothing = throw BundleError(
-                "bad_value",
-                "${bundle.modelPath}: $what; export the bundle again, or fetch it again from where it came.",
-            )
+            fun differs(what: String): Nothing = throw differs(bundle, what)
             val inputs = setOf(TOKENS, MASK) + manifest.states.map { it.name }
             if (session.inputNames != inputs) differs("its inputs are not those of the manifest")
             if (!session.outputNames.containsAll(manifest.states.map { it.output } + LOGITS)) differs("it lacks outputs of the manifest")

@@ -6,7 +6,10 @@ import java.util.Locale
 
 /** The date formats that templates ask for, with English names as in Python without a locale. */
 internal object Dates {
-    private val FIELDS = mapOf('d' to "dd", 'm' to "MM", 'Y' to "yyyy", 'y' to "yy", 'b' to "MMM", 'B' to "MMMM", 'A' to "EEEE", 'a' to "EEE", 'H' to "HH", 'M' to "mm", 'S' to "ss")
+    private val FIELDS = mapOf(
+        'd' to "dd", 'm' to "MM", 'Y' to "yyyy", 'y' to "yy", 'b' to "MMM", 'B' to "MMMM",
+        'A' to "EEEE", 'a' to "EEE", 'H' to "HH", 'M' to "mm", 'S' to "ss",
+    )
 
     fun format(date: Date, pattern: String): String {
         val out = StringBuilder()

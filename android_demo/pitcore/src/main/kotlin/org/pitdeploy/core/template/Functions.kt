@@ -101,13 +101,14 @@ internal class Functions(private val call: (name: String, value: Any?, List<Any?
             "replace" -> value.replace(text(0), text(1))
             "split" -> {
                 val limit = if (arguments.size > 1) Values.long(arguments[1]).toInt() + 1 else 0
+                if (characters == "") stop("it splits a text at nothing")
                 if (characters != null) value.split(characters, limit = maxOf(limit, 0))
                 else if (limit == 0) Values.splitSpaces(value)
                 else stop("it calls .split() with a number and without a separator")
             }
             "join" -> Values.items(arguments[0]).joinToString(value) { it as? String ?: stop("it joins ${Values.kind(it)}") }
             "find" -> value.indexOf(text(0)).let { if (it < 0) -1L else value.codePointCount(0, it).toLong() }
-            "count" -> value.windowed(text(0).length).count { it == text(0) }.toLong()
+            "count" -> value.split(text(0)).size - 1L
             else -> stop("it uses .$name() of a text, which this app does not know")
         }
     }
@@ -130,9 +131,10 @@ internal class Functions(private val call: (name: String, value: Any?, List<Any?
     }
 
     companion object {
-        private val WORD_STARTS = Regex("[-\\s({\\[<]+")
+        private val WORD_STARTS = Regex("[-\\s(\\{\\[<]+")
         val TEXT_METHODS = setOf(
-            "strip", "lstrip", "rstrip", "startswith", "endswith", "upper", "lower", "capitalize", "replace", "split", "join", "find", "count",
+            "strip", "lstrip", "rstrip", "startswith", "endswith", "upper", "lower", "capitalize", "replace", "split", "join",
+            "find", "count",
         )
         val MAP_METHODS = setOf("items", "keys", "values", "get")
     }

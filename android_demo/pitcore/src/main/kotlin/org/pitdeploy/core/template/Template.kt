@@ -75,11 +75,8 @@ private class Run(private val clock: () -> Date) {
 
     private fun captured(block: () -> Unit): String {
         out.addLast(StringBuilder())
-        try {
-            block()
-        } finally {
-            if (out.size > 64) stop("it calls itself too often")
-        }
+        if (out.size > MOST_DEPTH) stop("it calls itself too often")
+        block()
         return out.removeLast().toString()
     }
 
@@ -203,7 +200,8 @@ private class Run(private val clock: () -> Date) {
                 expression.step?.let { value(it, scope) },
             )
             is E.Call -> {
-                val callee = value(expression.callee, scope) as? Callable ?: stop("it calls ${called(expression.callee)}, which is no function here")
+                val callee = value(expression.callee, scope) as? Callable
+                    ?: stop("it calls ${called(expression.callee)}, which is no function here")
                 callee.call(plain(expression.arguments, scope), named(expression.arguments, scope))
             }
             is E.Filter -> functions.filter(
@@ -212,7 +210,10 @@ private class Run(private val clock: () -> Date) {
                 plain(expression.arguments, scope),
                 named(expression.arguments, scope),
             )
-            is E.Test -> functions.test(expression.name, value(expression.of, scope), plain(expression.arguments, scope)) != expression.negated
+            is E.Test -> {
+                val holds = functions.test(expression.name, value(expression.of, scope), plain(expression.arguments, scope))
+                holds != expression.negated
+            }
             is E.Unary -> unary(expression.sign, value(expression.of, scope))
             is E.Binary -> binary(expression, scope)
             is E.Choice -> when {
@@ -274,6 +275,7 @@ private class Run(private val clock: () -> Date) {
 
     private companion object {
         const val MOST_STEPS = 2_000_000
+        const val MOST_DEPTH = 64
         const val MOST_TEXT = 4_000_000
     }
 }

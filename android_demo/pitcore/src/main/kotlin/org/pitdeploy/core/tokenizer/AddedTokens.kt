@@ -45,10 +45,14 @@ internal class AddedTokenFinder(tokens: List<AddedToken>, content: (AddedToken) 
             at = end
             if (token.singleWord && (wordBefore(text, start) || wordAfter(text, end))) continue
             if (token.leftStrip) {
-                while (start > done && text.codePointBefore(start) in Unicode.space) start -= Character.charCount(text.codePointBefore(start))
+                while (start > done && text.codePointBefore(start) in Unicode.space) {
+                    start -= Character.charCount(text.codePointBefore(start))
+                }
             }
             if (token.rightStrip) {
-                while (end < text.length && text.codePointAt(end) in Unicode.space) end += Character.charCount(text.codePointAt(end))
+                while (end < text.length && text.codePointAt(end) in Unicode.space) {
+                    end += Character.charCount(text.codePointAt(end))
+                }
             }
             plain(start)
             found.add(Segment(text.substring(start, end), token.id, segment.first && start == 0))

@@ -21,7 +21,9 @@ internal class Bpe(settings: Settings) {
         }
         val vocabulary = settings.value("vocab") as? Map<*, *> ?: settings.refuse("'vocab' is missing or no object")
         ids = HashMap<String, Int>(vocabulary.size * 2).also { found ->
-            for ((token, id) in vocabulary) found[token as String] = (id as? Long)?.toInt() ?: settings.refuse("the id of '$token' is no number")
+            for ((token, id) in vocabulary) {
+                found[token as String] = (id as? Long)?.toInt() ?: settings.refuse("the id of '$token' is no number")
+            }
         }
         tokens = ids.entries.associate { it.value to it.key }
         unknown = settings.optionalText("unk_token")?.let { ids[it] ?: settings.refuse("the token '$it' is not in 'vocab'") }

@@ -10,7 +10,8 @@ internal class Settings(private val place: String, private val fields: Map<Strin
 
     fun optionalText(name: String): String? = fields[name] as String?
 
-    fun flag(name: String, default: Boolean = false): Boolean = (fields[name] ?: default) as? Boolean ?: refuse("'$name' is not true or false")
+    fun flag(name: String, default: Boolean = false): Boolean =
+        (fields[name] ?: default) as? Boolean ?: refuse("'$name' is not true or false")
 
     fun number(name: String): Int = (fields[name] as? Long)?.toInt() ?: refuse("'$name' is missing or no whole number")
 
