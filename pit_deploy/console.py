@@ -171,10 +171,12 @@ def print_inspection(found: dict[str, Any]) -> None:
 def print_generation(answer: Answer) -> None:
     generation = answer.generation
     out.print()
+    prompt, new = f"{generation.prompt_tokens} prompt tokens", f"{len(generation.ids)} tokens"
+    if answer.timed:
+        prompt += f" in {generation.prefill_seconds:.2f} s"
+        new += f" at {generation.tokens_per_second:.1f} a second"
     Console(stderr=True, highlight=False).print(
-        f"[dim]{generation.prompt_tokens} prompt tokens in {generation.prefill_seconds:.2f} s, "
-        f"{len(generation.ids)} tokens at {generation.tokens_per_second:.1f} a second, ended by "
-        f"{generation.finish_reason}{_speculation(generation)}[/]"
+        f"[dim]{prompt}, {new}, ended by {generation.finish_reason}{_speculation(generation)}[/]"
     )
 
 
