@@ -424,6 +424,10 @@ def verify(
         str | None, typer.Option(help="The exported checkpoint: compare every logit with it, on text.")
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Tokens of text for --source; 1024 by default.")] = None,
+    positions: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Compare the record's first N positions only, where each takes long."),
+    ] = None,
     layers: Annotated[
         bool, typer.Option("--layers", help="Compare hidden states also where the outputs pass.")
     ] = False,
@@ -455,6 +459,7 @@ def verify(
             runtime=runtime,
             source=source,
             tokens=tokens,
+            positions=positions,
             layers=layers or html is not None,
             threads=threads,
             progress=progress,

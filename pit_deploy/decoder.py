@@ -176,7 +176,10 @@ class Attention(nn.Module):
         q, k, v = (self._split(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        turn = step._replace(cos=step.local_cos, sin=step.local_sin) if self.is_local else step
+        turn = step
+        if self.is_local:
+            assert step.local_cos is not None and step.local_sin is not None
+            turn = step._replace(cos=step.local_cos, sin=step.local_sin)
         mixed = self.attend(self.rotate(q, turn), self.rotate(k, turn), v, step)
         return self.o_proj(mixed.reshape(x.shape[0], -1, mixed.shape[2] * self.head_dim))
 
@@ -202,6 +205,11 @@ class MLP(nn.Module):
 
 class Layer(nn.Module):
     """Attention and feed-forward, each behind a norm (or between two) and added to its input."""
+
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    pre_feedforward_layernorm: nn.Module
+    post_feedforward_layernorm: nn.Module
 
     def __init__(self, config: DecoderConfig, layer: int, context_length: int, pieces: Pieces) -> None:
         super().__init__()

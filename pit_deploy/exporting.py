@@ -291,7 +291,7 @@ def _choose_head_(
     candidates = (4, 8) if options.searches else (int(plan.tables.removeprefix("int")),)
     rounding = [table_options(plan, b, columns) if options.feedback else plan.options(b) for b in candidates]
     block = max(r.block_size_for(columns) for r in rounding)
-    about = (tables, learned.state_second_moment, learned.probabilities)
+    about = (tables, learned.state_second_moment)
     held_out = np.zeros((0, columns)) if learned.held_out is None else learned.held_out
     known = learned.golden.tokenizer_length
     if options.head_columns is not None and options.shortlist is not None:

@@ -6,10 +6,12 @@ Most positions come from passes over several tokens, and a few are decoded one b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from pit_deploy.bundle import Bundle
+from pit_deploy.golden import GoldenRecord, Prompt
 from pit_deploy.runtimes.base import FullRuntime, Runtime
 
 STEPS = 4
@@ -22,6 +24,35 @@ LARGE_BYTES = 32 << 20
 
 Row = tuple[float, float, bool]
 """KL, largest absolute error, top-1 of a position."""
+
+
+def first_positions(golden: GoldenRecord, positions: int) -> GoldenRecord:
+    """The record cut after its first positions (at least one); a prompt that is cut has the logits that it had.
+
+    The greedy continuation stays where its prompt is whole.
+    """
+    prompts: list[Prompt] = []
+    left = min(positions, golden.positions)
+    for prompt in golden.prompts:
+        if left > 0:
+            prompts.append(Prompt(prompt.text, prompt.ids[:left]))
+            left -= len(prompts[-1].ids)
+    kept = sum(len(prompt.ids) for prompt in prompts)
+    number = golden.greedy_prompt
+    whole = number < len(prompts) and prompts[number].ids == golden.prompts[number].ids
+    return replace(
+        golden,
+        prompts=prompts,
+        top_ids=golden.top_ids[:kept],
+        top_logits=golden.top_logits[:kept],
+        sampled_logits=golden.sampled_logits[:kept],
+        logsumexp=golden.logsumexp[:kept],
+        hidden_projection=golden.hidden_projection[:, :kept],
+        hidden_norm=golden.hidden_norm[:, :kept],
+        greedy_prompt=number if whole else 0,
+        greedy_ids=golden.greedy_ids if whole else [],
+        greedy_margins=golden.greedy_margins if whole else [],
+    )
 
 
 def is_large(bundle: Bundle) -> bool:

@@ -50,6 +50,14 @@ EXECUTORCH = {
 GATES_BY_RUNTIME: dict[str, dict[str, Gate]] = {"onnx": GATES, "executorch": EXECUTORCH, "coreml": COREML}
 """By the manifest's `runtime`; another runtime brings limits of its own."""
 
+ARM64_FROM_X86 = {
+    "cortex-a76": {"fp32": 1e-9, "int8": 5e-5, "int4": 2e-4},
+    "cortex-a76:no-kleidiai": {"fp32": 1e-9, "int8": 5e-5, "int4": 1e-6},
+    "cortex-a72": {"fp32": 1e-9, "int8": 5e-4, "int4": 7e-4},
+}
+"""Mean KL of an ONNX bundle on an ARM64 processor from the same bundle on x86-64: about ten times what was measured
+(docs/arm64.md). Kernels round activations in ways of their own; the gates above hold on every processor besides."""
+
 
 def coarsest(*precisions: str) -> str:
     """The precision that decides the gate of a mixed setting."""

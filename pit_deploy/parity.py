@@ -144,6 +144,7 @@ def verify(
     runtime: str | None = None,
     source: str | Path | None = None,
     tokens: int | None = None,
+    positions: int | None = None,
     layers: bool = False,
     threads: int | None = None,
     progress: Progress = silent,
@@ -151,7 +152,8 @@ def verify(
     """Check files, tokenizer and outputs of a bundle. The report says whether it passed; nothing is raised for a miss.
 
     Without `source` the reference is the golden record in the bundle. With it, the PIT (or plain) checkpoint
-    that was exported is run anew on `tokens` (1,024) tokens of English text, every logit compared. `layers` compares
+    that was exported is run anew on `tokens` (1,024) tokens of English text, every logit compared. `positions` cuts
+    the record after its first ones (None: all), which a gate is too wide for. `layers` compares
     hidden states also where the outputs pass. Where a runtime's process dies, the report says so and has no
     figures. Raises `InputError` for a damaged bundle.
     """
@@ -162,6 +164,8 @@ def verify(
         raise InputError(
             "--tokens belongs to --source, which names the checkpoint to compare with; give both."
         )
+    if positions is not None and (source is not None or positions < 1):
+        raise InputError(f"--positions {positions} cuts the golden record: give at least 1, and no --source.")
     text = [] if source is None else _evaluation_ids(bundle, EVALUATION_TOKENS if tokens is None else tokens)
     progress("check files", 0, 1)
     bundle.check_hashes()
@@ -173,6 +177,8 @@ def verify(
     gate = gate_for(manifest.runtime, manifest.precision.weights, manifest.precision.tables)
     golden = _golden(bundle)
     golden.check_end_ids(bundle.manifest.end_ids, bundle.manifest.context_length, str(bundle.path))
+    if positions is not None:
+        golden = few_passes.first_positions(golden, positions)
     try:
         opened = open_runtime(bundle, runtime, threads=threads)
         if checkpoint is None:

@@ -23,6 +23,8 @@ class Answer:
     text: str
     prompt_ids: list[int]
     generation: Generation
+    timed: bool = True
+    """False where an emulator's time would say nothing; it is not shown then."""
 
     def to_dict(self) -> dict[str, Any]:
         """The object that `run --json` writes (docs/cli.md)."""
@@ -33,9 +35,9 @@ class Answer:
             "ids": list(g.ids),
             "finish_reason": g.finish_reason,
             "stop_id": g.stop_id,
-            "prefill_seconds": g.prefill_seconds,
-            "decode_seconds": g.decode_seconds,
-            "tokens_per_second": g.tokens_per_second,
+            "prefill_seconds": g.prefill_seconds if self.timed else None,
+            "decode_seconds": g.decode_seconds if self.timed else None,
+            "tokens_per_second": g.tokens_per_second if self.timed else None,
             "speculation": None if g.speculation is None else g.speculation.to_dict(),
         }
 
@@ -103,7 +105,7 @@ def run(
         speculate=speculate,
     )
     emit(text.finish())
-    return Answer("".join(pieces), ids, generation)
+    return Answer("".join(pieces), ids, generation, timed=not getattr(opened, "emulated", False))
 
 
 def _run_text(

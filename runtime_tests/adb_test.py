@@ -342,6 +342,15 @@ def test_the_real_runner_measures(bundle, devices, monkeypatch):
     assert "1.32.0" in result.report.subjects[0].runtime
 
 
+@pytest.mark.device
+def test_a_real_device(bundle):
+    """The only device that is connected: everything is pushed, run and compared there."""
+    report = verify(bundle, runtime="adb", layers=True)
+    assert report.failures == [] and report.greedy_equal == report.greedy_tokens
+    (result,) = bench_devices([bundle], choose_devices(None)[0], **SMALL)
+    assert result.error is None and result.report is not None
+
+
 def _command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "pit_deploy.cli", *map(str, arguments)]
     return subprocess.run(line, capture_output=True, text=True, check=False)

@@ -203,7 +203,7 @@ def test_gates() -> None:
         for precision, gate in gates.items()
     }
     assert found == expected, (
-        "python runtime_tests/vectors/make_recorded.py --gates; then Gates.kt and Gate.swift"
+        "python runtime_tests/vectors/make_recorded.py --gates; then Gates.kt and Gates.swift"
     )
 
 

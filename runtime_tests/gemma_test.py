@@ -124,6 +124,13 @@ def test_the_embedding_scale_is_the_number_that_training_used(make_checkpoint, t
     assert sorted(set(folds)) == sorted(folds) and "final_norm_gain" in folds
 
 
+def test_executorch_refuses_a_cap_that_its_attention_would_leave_out(make_checkpoint, tmp_path):
+    pytest.importorskip("executorch.exir")
+    source = make_checkpoint("gemma2", **GEMMA2)
+    with pytest.raises(InputError, match=r"attn_logit_softcapping is 4, .* pass --profile portable"):
+        export(source, tmp_path / "bundle", to="executorch", weights="fp32", layout="untied")
+
+
 def test_a_bidirectional_model_is_refused():
     config = transformers.Gemma3TextConfig(use_bidirectional_attention=True).to_dict()
     with pytest.raises(InputError, match="use_bidirectional_attention is true"):

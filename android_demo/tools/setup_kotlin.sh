@@ -1,11 +1,12 @@
 #!/bin/bash
 # A Kotlin compiler, JUnit, ONNX Runtime's Java classes and an android.jar, for `make test-android` without an Android SDK.
 #   setup_kotlin.sh DIR
-# Needs Debian or Ubuntu, a JDK from 17 on, npm, and apt's package lists (apt-get update). What is there is not fetched again.
+# Needs a JDK from 17 on, npm, and Debian with apt's package lists (apt-get update); with an Android SDK (ANDROID_HOME) and
+# junit4 installed any Linux will do. What is there is not fetched again.
 # Leaves DIR/kotlinc, DIR/jars/{junit4,hamcrest-core,onnxruntime-android,android}.jar and DIR/jni.
 #
-# The newest android.jar in Debian's archive is that of API 23, so what the app calls is checked against that. AndroidX,
-# Compose and ExecuTorch are in none of these archives (tools/interfaces).
+# Without an SDK the android.jar is that of API 23, the newest in Debian's archive. AndroidX, Compose and ExecuTorch are
+# in none of these archives (tools/interfaces).
 set -euo pipefail
 KOTLIN=2.4.20
 ONNXRUNTIME=0.4.9   # of the npm package; its AAR is ONNX Runtime 1.29.0
@@ -36,11 +37,19 @@ if [ ! -e "$dir/jars/onnxruntime-android.jar" ]; then
 fi
 
 if [ ! -e "$dir/jars/hamcrest-core.jar" ]; then
-    [ -e /usr/share/java/junit4.jar ] || apt-get install -y -qq --no-install-recommends junit4 libhamcrest-java > /dev/null
+    if [ ! -e /usr/share/java/junit4.jar ]; then
+        sudo=$([ "$(id -u)" = 0 ] || echo sudo)
+        $sudo apt-get install -y -qq --no-install-recommends junit4 libhamcrest-java > /dev/null
+    fi
     cp -L /usr/share/java/junit4.jar "$dir/jars/"
     cp -L "$(ls /usr/share/java/hamcrest-core.jar /usr/share/java/hamcrest.jar 2> /dev/null | head -n 1)" "$dir/jars/hamcrest-core.jar"
 fi
 
+sdk=${ANDROID_HOME:-${ANDROID_SDK_ROOT:-}}
+if [ ! -e "$dir/jars/android.jar" ] && [ -n "$sdk" ]; then
+    newest=$(find "$sdk/platforms" -maxdepth 2 -name android.jar 2> /dev/null | sort -V | tail -n 1 || true)
+    [ -z "$newest" ] || cp "$newest" "$dir/jars/android.jar"
+fi
 if [ ! -e "$dir/jars/android.jar" ]; then
     # Debian 11 is the last release with this package, so apt gets a state of its own for that release.
     apt="$dir/work/apt"

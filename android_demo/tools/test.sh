@@ -32,24 +32,37 @@ echo "== bundles, and what Python makes of them"
 "$python" "$here/tools/run_bundles.py" "$out/bundles" "$@" 2> "$out/bundles.log" || { cat "$out/bundles.log"; exit 1; }
 bundles=$(find "$out/bundles" -maxdepth 1 -name '*.expected.json' | sed 's/\.expected\.json$//' | paste -sd: -)
 
+# newer JAR INPUT...: whether an input, or a folder in it, changed since the jar was made
+newer() {
+    [ ! -e "$1" ] || [ -n "$(find "${@:2}" -newer "$1" -print -quit)" ]
+}
+
 # compile NAME CLASSPATH SOURCE...: warnings are shown only where something fails
 compile() {
+    local classpath
+    IFS=: read -ra classpath <<< "$2"
+    newer "$out/$1.jar" "${classpath[@]}" "${@:3}" || return 0
     echo "== compiling $1"
-    "$kotlinc" -jvm-target 17 -cp "$2" -d "$out/$1.jar" "${@:3}" > "$out/$1.log" 2>&1 || { cat "$out/$1.log"; exit 1; }
+    "$kotlinc" -jvm-target 17 -cp "$2" -d "$out/new.jar" "${@:3}" > "$out/$1.log" 2>&1 || { cat "$out/$1.log"; exit 1; }
+    mv "$out/new.jar" "$out/$1.jar"
 }
 
 junit=$jars/junit4.jar:$jars/hamcrest-core.jar
 compile pitcore "$jars/junit4.jar" "$here/pitcore/src"
-mkdir -p "$out/executorch"
-javac -d "$out/executorch" "$here"/tools/interfaces/executorch/org/pytorch/executorch/*.java
-runtime=$out/pitcore.jar:$out/executorch:$jars/onnxruntime-android.jar
-compile pitruntime "$runtime:$jars/android.jar:$jars/junit4.jar" "$here/pitruntime/src" "$here/tools/interfaces/executorch/ExecutorchBackendTest.kt"
-compile app "$out/pitruntime.jar:$runtime:$jars/android.jar" "$here/app/src/main/kotlin" "$here/tools/interfaces/androidx"
+interfaces=$here/tools/interfaces
+if newer "$out/executorch.jar" "$interfaces/executorch/org"; then
+    rm -rf "$out/executorch"
+    javac -d "$out/executorch" "$interfaces"/executorch/org/pytorch/executorch/*.java
+    jar --create --file "$out/executorch.jar" -C "$out/executorch" .
+fi
+runtime=$out/pitcore.jar:$out/executorch.jar:$jars/onnxruntime-android.jar
+compile pitruntime "$runtime:$jars/android.jar:$jars/junit4.jar" "$here/pitruntime/src" "$interfaces/executorch/ExecutorchBackendTest.kt"
+compile app "$out/pitruntime.jar:$runtime:$jars/android.jar" "$here/app/src/main/kotlin" "$interfaces/androidx"
 
 # tests MODULE CLASSPATH [OPTION...]: all test classes of the module
 tests() {
     local classes
-    classes=$(unzip -Z1 "$out/$1.jar" | sed -n 's#/#.#g; s#\(.*Test\)\.class$#\1#p' | sort)
+    classes=$(unzip -Z1 "$out/$1.jar" | sed -n '/\$/d; s#/#.#g; s#\(.*Test\)\.class$#\1#p' | sort)
     echo "== tests of $1"
     # shellcheck disable=SC2086 -- a class a word
     java -XX:+UseSerialGC "${@:3}" -cp "$out/$1.jar:$2:$stdlib:$junit" org.junit.runner.JUnitCore $classes

@@ -46,7 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=True,
     ),
 }
-HEADS = {"Gemma-3-270M": (128, 512), "Qwen3-0.6B": (192, 512)}
+HEADS = {"Gemma-3-270M": (128, 512), "Qwen3-0.6B": (128, 512)}
 VOCABULARIES = (32768, 65536, 131072, 262144)
 
 
@@ -180,7 +180,7 @@ def choose(source: str, text: str) -> list[dict[str, Any]]:
     windows = [ids[start : start + 256] for start in range(0, len(ids), 256)]
     states = np.concatenate([runtime.final_states(window)[0] for window in windows])
     columns = (64, 96, 128, 160, 192, 256, 320)
-    found = measure(tables, learned.state_second_moment, learned.probabilities, states, columns, SHORTLISTS)
+    found = measure(tables, learned.state_second_moment, states, columns, SHORTLISTS)
     return [
         {"columns": r, "shortlist": k, "miss": float(found.miss_rates[i, j]), "kl": float(found.kl[i, j])}
         for i, r in enumerate(columns)

@@ -71,6 +71,11 @@ class ExecutorchExporter:
             with without_output():
                 require("coremltools", "coreml")
         options.context_length(config)
+        if config.attention_softcap is not None and profile == "xnnpack":
+            raise InputError(
+                f"config.json: attn_logit_softcapping is {config.attention_softcap:g}, and ExecuTorch's attention "
+                f"operator has no soft cap; pass --profile portable."
+            )
         if options.layout == "shared":
             raise InputError(
                 "--layout shared cannot be written for executorch: its kernels on x86 and in delegates need a table "

@@ -131,11 +131,9 @@ class CustomForward(LinearForward):
         start: Any = input_pos[0].item()
         torch._check(start >= 0)
         torch._check(start + new <= self.decoder.context_length)
-        rows = [
-            None if table is None else table.narrow(0, start, new)
-            for table in (self.cos, self.sin, self.local_cos, self.local_sin)
-        ]
-        return Step(rows[0], rows[1], start, self._masks(start, new), rows[2], rows[3])
+        cos, sin = self.cos.narrow(0, start, new), self.sin.narrow(0, start, new)
+        local = (None if t is None else t.narrow(0, start, new) for t in (self.local_cos, self.local_sin))
+        return Step(cos, sin, start, self._masks(start, new), *local)
 
     def _masks(self, start: Any, new: int) -> dict[int | None, Tensor]:
         """For layers that see a window only; the others need none."""

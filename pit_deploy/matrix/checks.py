@@ -193,16 +193,32 @@ def transformers_text(directory: Path, prompt: str, count: int, *, special: bool
 
 
 def follow_references(cells: list[Cell]) -> list[Cell]:
-    """The same cells, where one that was compared with another runtime on the same bundle passes only if that did."""
+    """The same cells, where one that says less than others do passes only if those did.
+
+    That is one whose reference is another runtime on the same bundle, and a text: few logits decide it.
+    """
     places = {(cell.row, cell.runtime): cell for cell in cells}
     result = []
     for cell in cells:
-        compared = cell.logits or cell.text
-        base = None
-        if compared is not None and compared.reference.endswith(SAME_BUNDLE):
-            base = places.get((cell.row, compared.reference.removesuffix(SAME_BUNDLE)))
-        if cell.status == "passed" and base is not None and base.red:
-            reason = f"its reference, {base.runtime}{SAME_BUNDLE}, is red: {base.reasons[0]}"
+        bases = [places.get((cell.row, name)) for name in _bases(cell)]
+        red = next((base for base in bases if base is not None and base.red), None)
+        if cell.status == "passed" and red is not None:
+            reason = f"the same bundle is red in {red.runtime}: {'; '.join(red.reasons)}"
             cell = cell.model_copy(update={"status": "out_of_tolerance", "reasons": (reason,)})
         result.append(cell)
     return result
+
+
+def _bases(cell: Cell) -> list[str]:
+    """The runtimes of the same row that a cell relies on."""
+    from pit_deploy.runtimes import FIT, TEXT_FIT, TEXT_KERNELS
+
+    compared = cell.logits or cell.text
+    if compared is None:
+        return []
+    names = []
+    if compared.reference.endswith(SAME_BUNDLE):
+        names.append(compared.reference.removesuffix(SAME_BUNDLE))
+    if cell.runtime in TEXT_FIT:
+        names += [FIT[TEXT_FIT[cell.runtime]][0], TEXT_KERNELS[cell.runtime]]
+    return names

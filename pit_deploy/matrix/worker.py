@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pit_deploy.errors import MissingExtraError, PitDeployError
 from pit_deploy.matrix.artifacts import NoArtifact, Subject, prepare
-from pit_deploy.matrix.checks import check, empty_cell
+from pit_deploy.matrix.checks import check, empty_cell, label
 from pit_deploy.matrix.columns import absence
 from pit_deploy.matrix.store import CellStore, cell_key
 from pit_deploy.matrix.table import Cell, Column, Row
@@ -54,6 +54,8 @@ def _cell(subject: Subject, row: Row, column: Column, folder: Path) -> Cell:
     if cell is None:
         cell = check(subject, row, column, artifact, folder)
         store.save(key, cell)
+    elif cell.artifact is not None:  # the same bytes may lie elsewhere by now
+        cell = cell.model_copy(update={"artifact": label(artifact)})
     return cell
 
 

@@ -59,9 +59,9 @@ def quantization_basis(
     gives it; None counts all rows alike (G is then a multiple of the identity). With it C and D become
     G^(1/2) C and G^(1/2) D above, and A is multiplied by G^(-1/2) from the left.
 
-    `leading` sorts the basis in two: of all bases, the first so many columns then carry the most of the logits, and
-    the noise is least among the bases that do so. (With U the eigenvectors of C Cᵀ by falling eigenvalue and K the
-    weighted sum above, A is U times the blocks (U₁ᵀ K U₁)^(1/4) R₁ and (U₂ᵀ K U₂)^(1/4) R₂.)
+    `leading` sorts the basis in two: of all bases, the first so many columns then carry the most of the logits, all
+    rows counted alike, and the noise is least among the bases that do so. (The blocks span the first eigenvectors of
+    C Cᵀ and the others, and each has the form above within its space.)
 
     Raises `InputError` for wrong shapes, numbers that are not finite, a
     moment that is not positive semidefinite, negative weights, or maps so singular that A has no inverse.
@@ -78,46 +78,53 @@ def quantization_basis(
             f"head_weight {head_weight} and embedding_weight {embedding_weight} must be finite, not negative "
             f"and not both zero."
         )
-    rows_root, rows_root_inverse = row_roots(row_second_moment, size)
     if leading is not None and not 0 < leading < size:
         raise InputError(
             f"leading is {leading}; a table of {size} columns has 1 to {size - 1} of them in front."
         )
+    rows_root, _ = row_roots(row_second_moment, size)
     head = noise_factor(head_map, state_second_moment)
-    target = np.zeros((size, size))
-    for weight, factor in ((head_weight, head), (embedding_weight, embedding_map.astype(np.float64))):
-        if weight > 0:
-            factor = rows_root @ factor
-            target += (weight / _nuclear_norm(factor) ** 2) * (factor @ factor.T)
-    if leading is None:
-        blocks = [np.eye(size)]
-    else:
-        sorted_vectors = importance(rows_root @ head)
-        blocks = [sorted_vectors[:, :leading], sorted_vectors[:, leading:]]
+    factors = [
+        (weight / _nuclear_norm(rows_root @ factor) ** 2, factor)
+        for weight, factor in ((head_weight, head), (embedding_weight, embedding_map.astype(np.float64)))
+        if weight > 0
+    ]
     matrices, inverses = [], []
-    for number, block in enumerate(blocks):
-        values, vectors = np.linalg.eigh(block.T @ target @ block)
+    for number, space in enumerate(_spaces(head, leading)):
+        moment = None if row_second_moment is None else space.T @ row_second_moment @ space
+        root, inverse_root = row_roots(moment, space.shape[1])
+        target = np.zeros_like(root)
+        for weight, factor in factors:
+            part = root @ (space.T @ factor)
+            target += weight * (part @ part.T)
+        values, vectors = np.linalg.eigh(target)
         if not values[0] > np.finfo(np.float64).eps * size * values[-1]:
             raise InputError(
                 f"The quantisation basis is singular: eigenvalues from {values[0]:.3g} to {values[-1]:.3g}; "
                 f"head_map (with head_weight {head_weight}) and embedding_map (with embedding_weight "
                 f"{embedding_weight}) leave directions of the table unused."
             )
-        columns = len(values)
-        rotation = (
-            np.eye(columns) if rotation_seed is None else random_rotation(columns, rotation_seed + number)
-        )
+        columns, seed = len(values), rotation_seed
+        rotation = np.eye(columns) if seed is None else random_rotation(columns, seed + number)
         quarter = (values / values[-1]) ** 0.25
-        matrices.append(rows_root_inverse @ block @ (vectors * quarter) @ (vectors.T @ rotation))
-        inverses.append((rotation.T @ vectors / quarter) @ vectors.T @ block.T @ rows_root)
+        matrices.append(space @ inverse_root @ (vectors * quarter) @ (vectors.T @ rotation))
+        inverses.append((rotation.T @ vectors / quarter) @ vectors.T @ root @ space.T)
     return Basis(matrix=np.hstack(matrices), inverse=np.vstack(inverses))
+
+
+def _spaces(head: np.ndarray, leading: int | None) -> list[np.ndarray]:
+    """Orthonormal columns of the spaces that the blocks of the basis span."""
+    if leading is None:
+        return [np.eye(len(head))]
+    vectors = importance(head)
+    return [vectors[:, :leading], vectors[:, leading:]]
 
 
 def importance(factor: np.ndarray) -> np.ndarray:
     """The eigenvectors of `factor factorᵀ` [d, d] as columns, by falling eigenvalue.
 
-    With `factor = G^(1/2) C` (see `quantization_basis`) the projection onto the first r of them is what a table of
-    rank r can keep of the logits.
+    With the head's factor C (see `quantization_basis`) the projection of a table with orthonormal columns onto the
+    first r of them is what rank r can keep of the logits, over states and rows.
     """
     return np.linalg.eigh(factor @ factor.T)[1][:, ::-1]
 

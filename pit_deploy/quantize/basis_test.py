@@ -260,7 +260,7 @@ def test_a_sorted_basis_puts_the_best_approximation_in_front() -> None:
     """The leading columns are the best of their rank for logits over states and rows; the model stays the same."""
     table, head_map, embedding_map, states = problem()
     columns, moment = 8, moment_of(states)
-    rows = table.T @ table / len(table)
+    rows = token_second_moment(table, np.arange(len(table)))  # weights the noise and not the order
     basis = quantization_basis(head_map, embedding_map, moment, row_second_moment=rows, leading=columns)
     np.testing.assert_allclose(basis.matrix @ basis.inverse, np.eye(len(head_map)), atol=1e-9)
     ridge = 1e-3 * np.trace(moment) / len(moment)

@@ -15,7 +15,7 @@ import numpy as np
 
 from pit_deploy.folding import SharedTable
 from pit_deploy.progress import Progress, silent
-from pit_deploy.quantize.basis import importance, noise_factor, row_roots, token_second_moment
+from pit_deploy.quantize.basis import importance, noise_factor
 from pit_deploy.quantize.nested import MISS_RATE, NestedHead
 
 SHORTLISTS = (256, 384, 512, 768, 1024, 1536, 2048)
@@ -47,7 +47,6 @@ class Estimates:
 def choose_nested_head(
     tables: SharedTable,
     state_second_moment: np.ndarray,
-    probabilities: np.ndarray,
     held_out: np.ndarray,
     *,
     bits: int,
@@ -78,7 +77,6 @@ def choose_nested_head(
     found = measure(
         tables,
         state_second_moment,
-        probabilities,
         held_out,
         columns,
         shortlists,
@@ -107,7 +105,6 @@ def measured(
     head: NestedHead,
     tables: SharedTable,
     state_second_moment: np.ndarray,
-    probabilities: np.ndarray,
     held_out: np.ndarray,
     *,
     known: int | None = None,
@@ -118,7 +115,6 @@ def measured(
         found = measure(
             tables,
             state_second_moment,
-            probabilities,
             held_out,
             (head.columns,),
             (head.shortlist,),
@@ -143,7 +139,6 @@ def _sentence(head: NestedHead, rows: int, columns: int) -> str:
 def measure(
     tables: SharedTable,
     state_second_moment: np.ndarray,
-    probabilities: np.ndarray,
     states: np.ndarray,
     columns: tuple[int, ...],
     shortlists: tuple[int, ...],
@@ -157,10 +152,9 @@ def measure(
     """
     assert tables.head_map is not None
     head_map = tables.head_map.astype(np.float64)
-    root, inverse_root = row_roots(token_second_moment(tables.table, probabilities), len(head_map))
-    vectors = importance(root @ noise_factor(head_map, state_second_moment))
-    table = (tables.table[:known] @ (inverse_root @ vectors)).astype(np.float32)
-    queries = (states @ (head_map.T @ root @ vectors)).astype(np.float32)
+    vectors = importance(noise_factor(head_map, state_second_moment))
+    table = tables.table[:known] @ vectors.astype(np.float32)
+    queries = (states @ (head_map.T @ vectors)).astype(np.float32)
     misses = np.zeros((len(columns), len(shortlists)))
     divergence, compared = np.zeros_like(misses), 0
     borders = (0, *columns, table.shape[1])

@@ -21,19 +21,19 @@ def problem(spread: float, positions: int = 600):
     sizes = np.logspace(0, -spread, SIZE)
     states = [150 * rng.standard_normal((positions, SIZE)) * sizes @ turn for _ in range(2)]
     tables = SharedTable(table, rng.standard_normal((SIZE, SIZE)) * 0.1 + np.eye(SIZE), np.eye(SIZE))
-    return tables, states[0].T @ states[0] / positions, np.full(ROWS, 1 / ROWS), states[1]
+    return tables, states[0].T @ states[0] / positions, states[1]
 
 
 @pytest.mark.parametrize("known", [None, 12_000])
 def test_measured_rates_are_those_of_the_table_in_its_basis(known):
-    tables, moment, probabilities, states = problem(1.5, positions=200)
-    found = measure(tables, moment, probabilities, states, (32, 64), (50, 200), known=known)
+    tables, moment, states = problem(1.5, positions=200)
+    found = measure(tables, moment, states, (32, 64), (50, 200), known=known)
     for i, columns in enumerate((32, 64)):
         basis = quantization_basis(
             tables.head_map,
             tables.embedding_map,
             moment,
-            row_second_moment=token_second_moment(tables.table, probabilities),
+            row_second_moment=token_second_moment(tables.table, np.arange(ROWS)),
             leading=columns,
         )
         table, head_map, _ = apply_basis(tables.table, tables.head_map, tables.embedding_map, basis)
@@ -55,14 +55,12 @@ def test_measured_rates_are_those_of_the_table_in_its_basis(known):
 
 
 def test_the_fastest_head_that_keeps_the_rate_is_taken():
-    tables, moment, probabilities, states = problem(4.0)
-    head, note = choose_nested_head(
-        tables, moment, probabilities, states, bits=8, block=BLOCK, miss_rate=0.005
-    )
+    tables, moment, states = problem(4.0)
+    head, note = choose_nested_head(tables, moment, states, bits=8, block=BLOCK, miss_rate=0.005)
     assert head is not None and head.miss_rate <= 0.005 and head.positions == len(states)
     assert f"{head.columns} of {SIZE} columns shortlist {head.shortlist}" in note
     assert head_time(ROWS, SIZE, head.columns, head.shortlist, 8) < full_time(ROWS, SIZE, 8)
-    by_hand, _ = measured(NestedHead(head.columns, head.shortlist), tables, moment, probabilities, states)
+    by_hand, _ = measured(NestedHead(head.columns, head.shortlist), tables, moment, states)
     assert by_hand == dataclasses.replace(head, kl=by_hand.kl)
     assert by_hand.kl == pytest.approx(head.kl, rel=1e-4)
 
@@ -74,11 +72,9 @@ def test_a_head_that_does_not_concentrate_is_kept_whole_and_the_note_says_so():
 
 
 def test_a_short_text_and_a_small_vocabulary_keep_the_full_head():
-    tables, moment, probabilities, states = problem(4.0)
-    head, note = choose_nested_head(tables, moment, probabilities, states, bits=8, block=BLOCK)
+    tables, moment, states = problem(4.0)
+    head, note = choose_nested_head(tables, moment, states, bits=8, block=BLOCK)
     assert head is None and "600 positions" in note and "needs 4000" in note
     small = SharedTable(tables.table[:2000], tables.head_map, tables.embedding_map)
-    head, note = choose_nested_head(
-        small, moment, probabilities[:2000], states, bits=8, block=BLOCK, miss_rate=0.005
-    )
+    head, note = choose_nested_head(small, moment, states, bits=8, block=BLOCK, miss_rate=0.005)
     assert head is None and "not faster at 2000 ids" in note

@@ -26,6 +26,8 @@ class Arm64Executorch:
     next `reset` starts another one.
     """
 
+    emulated = True
+
     def __init__(
         self, bundle: Bundle, emulator: Emulator, choice: Choice, *, threads: int | None = None
     ) -> None:

@@ -108,6 +108,8 @@ class Log(TrainerCallback):
             from torch.utils.tensorboard import SummaryWriter
 
             self._events = SummaryWriter(str(self.tensorboard), purge_step=step + 1 if step else None)
+            for record in [] if step else self.records:  # what was measured before the run began
+                self._add_events(record["step"], record)
         if self.file is None:
             return
         if step and self.file.is_file():
@@ -135,9 +137,12 @@ class Log(TrainerCallback):
             with self.file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
         if self._events is not None and writes:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._events.add_scalar(name, value, step)
+            self._add_events(step, values)
+
+    def _add_events(self, step: int, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if name != "step" and isinstance(value, (int, float)):
+                self._events.add_scalar(name, value, step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._events is not None:

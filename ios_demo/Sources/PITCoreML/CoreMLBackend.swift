@@ -89,7 +89,7 @@ public actor CoreMLBackend: DecoderBackend {
         contextLength = manifest.contextLength
         vocabSize = manifest.vocabSize
         runtimeName = "Core ML, \(ProcessInfo.processInfo.operatingSystemVersionString)"
-        caches = try Dictionary(uniqueKeysWithValues: passed.map { ($0.name, try MultiArrays.zeros($0)) })
+        caches = try Self.emptyCaches(passed)
         if #available(iOS 18, macOS 15, *), manifest.states.count > passed.count {
             state = models["decode"]?.makeState()
         }
@@ -110,7 +110,11 @@ public actor CoreMLBackend: DecoderBackend {
     /// What lies past the position is hidden by the program's mask, so that a state need not be emptied.
     public func reset() throws {
         count = 0
-        caches = try Dictionary(uniqueKeysWithValues: passed.map { ($0.name, try MultiArrays.zeros($0)) })
+        caches = try Self.emptyCaches(passed)
+    }
+
+    private static func emptyCaches(_ states: [Manifest.TensorState]) throws -> [String: MLMultiArray] {
+        try Dictionary(states.map { ($0.name, try MultiArrays.zeros($0)) }) { $1 }
     }
 
     /// A passed cache holds its newest token last, and cannot go back.

@@ -82,7 +82,7 @@ final class SamplingTests: XCTestCase {
     /// Of a large vocabulary only the largest few are sorted where the rest cannot matter; what comes out is what the
     /// definition gives with everything sorted.
     func testLargeVocabulary() throws {
-        let logits = (0..<20_000).map { Double(($0 * 7919) % 5003) / 250 }
+        let logits = (0..<6_000).map { Double(($0 * 7919) % 5003) / 250 }
         let order = logits.indices.sorted { logits[$0] == logits[$1] ? $0 < $1 : logits[$0] > logits[$1] }
         for (temperature, topK, topP) in [(0.7, 0, 1.0), (0.7, 40, 1.0), (1.5, 3000, 0.9), (1.0, 0, 0.9), (9.0, 0, 0.999), (9.0, 0, 1.0)] {
             var kept = order
@@ -94,7 +94,7 @@ final class SamplingTests: XCTestCase {
                 removed += weights[count - 1] / total
                 count -= 1
             }
-            for seed in UInt64(0)..<6 {
+            for seed in UInt64(0)..<3 {
                 let options = try SamplingOptions(temperature: temperature, topK: topK, topP: topP, seed: seed)
                 if seed == 0 {
                     XCTAssertEqual(try Sampling.probabilities(logits, options).ids, Array(kept.prefix(count)))

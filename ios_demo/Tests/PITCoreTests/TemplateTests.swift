@@ -48,6 +48,7 @@ final class TemplateTests: XCTestCase {
             ("{% for k, v in {'x': 1, 'y': 2}.items() %}{{ k }}={{ v }};{% endfor %}", "x=1;y=2;"),
             ("{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}{% endfor %}", "02"),
             ("{% for i in [] %}x{% else %}none{% endfor %}", "none"),
+            ("{% for a, a in [[1, 2]] %}{{ a }}{{ loop.revindex }}{% endfor %}", "21"),
             ("{% set x %}a{{ 1 }}{% endset %}{{ x | upper }}", "A1"),
             ("{% set n = namespace(a=1) %}{% for i in range(3) %}{% set n.a = n.a + i %}{% endfor %}{{ n.a }}", "4"),
             ("{% set x = 1 %}{% for i in range(2) %}{% set x = 9 %}{% endfor %}{{ x }}", "1"),
@@ -78,10 +79,15 @@ final class TemplateTests: XCTestCase {
             "{{ ''.__class__ }}", "{{ messages.append(1) }}", "{{ cycler() }}", "{{ 'a'.format(1) }}",
             "{% for i in range(1000000) %}{% endfor %}", "{{ 'x' * 100000000 }}",
             "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}",
+            "{% for a in range(9999) %}{% set b = range(9999) %}{% endfor %}",
+            "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+            "{{ ('a' * 60000) | replace('a', 'b' * 60000) }}",
             "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
-            String(repeating: "(", count: 5000), "{{" + String(repeating: "(", count: 5000), "{{ 9223372036854775807 + 1 }}",
-            "{{ 1 // 0 }}", "{{ 1 % 0.0 }}", "{{ -9223372036854775807 - 2 }}", "{{ nothing.field }}",
-        ].filter { $0.hasPrefix("{") }
+            "{{" + String(repeating: "(", count: 5000), "{{ 1" + String(repeating: " + 1", count: 50_000) + " }}",
+            "{{ 1" + String(repeating: " + 1", count: 300) + " }}", "{{ " + String(repeating: "not ", count: 400) + "1 }}",
+            String(repeating: "{% if 1 %}", count: 500), "{{ 9223372036854775807 + 1 }}", "{{ 1 // 0 }}", "{{ 1 % 0.0 }}",
+            "{{ -9223372036854775807 - 2 }}", "{{ nothing.field }}", "{% for a, b in [1] %}{% endfor %}",
+        ]
         for template in refused {
             guard case .template? = thrown({ _ = try text(template) }) else { return XCTFail(template) }
         }

@@ -48,7 +48,8 @@ class NativeRuntime:
         manifest = bundle.manifest
         check_manifest(bundle.model_path, manifest)
         check_external_data(bundle)
-        self.name, self.few_passes = name, emulated and is_large(bundle)
+        self.name, self.emulated = name, emulated
+        self.few_passes = emulated and is_large(bundle)
         self.context_length, self.vocab_size = manifest.context_length, manifest.vocab_size
         self._bundle, self._connect, self._recover = bundle, connect, recover
         self._open = {"threads": threads or 0, "config": {**SESSION, **(config or {})}}

@@ -39,11 +39,19 @@ def search(size: str) -> dict[str, list[Run]]:
 
 
 def search_large(best: dict[str, Run]) -> dict[str, list[Run]]:
-    """At the larger size the small one's choice, and the rates around it."""
-    return {
-        side: [replace(run, size="large", rate=run.rate * f) for f in (0.5, 1.0)]
-        for side, run in best.items()
-    }
+    """At the larger size: the small one's choice, and around it lower rates, a larger start, another multiplier."""
+    found = {}
+    for side, run in best.items():
+        half = replace(run, size="large", rate=run.rate / 2)
+        larger = {"std": round(1.6 * run.std, 3)} if side == "tied" else {"scale": round(1.6 * run.scale, 3)}
+        found[side] = [
+            replace(half, rate=run.rate),
+            half,
+            replace(half, **larger),
+            replace(half, multiplier=3 * run.multiplier if side == "tied" else run.multiplier / 2),
+            replace(half, learning_rate=run.learning_rate / 2),
+        ]
+    return found
 
 
 def choose(candidates: dict[str, list[Run]], final: Final) -> dict[str, Run]:

@@ -1,5 +1,6 @@
 extension JinjaInterpreter {
     mutating func filter(_ name: String, _ value: JinjaValue, _ arguments: Arguments) throws -> JinjaValue {
+        if case .list(let items) = value { try step(items.count) }
         switch name {
         case "default", "d":
             let isAbsent: Bool
@@ -22,7 +23,7 @@ extension JinjaInterpreter {
                 throw stopped("replace takes two texts")
             }
             let most = arguments.value(2, "count")?.integer ?? -1
-            return .string(JinjaText.replaced(Array(value.text().unicodeScalars), old.text(), new.text(), most: most))
+            return .string(try JinjaText.replaced(Array(value.text().unicodeScalars), old.text(), new.text(), most: most))
         case "tojson":
             guard let json = value.json else { throw stopped("\(value.kind) cannot be written as JSON") }
             return .string(jsonText(json, indent: arguments.value(0, "indent")?.integer))

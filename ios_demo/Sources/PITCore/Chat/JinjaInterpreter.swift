@@ -4,18 +4,45 @@ import Foundation
 /// output and the depth of its macros are limited, so that a foreign template ends.
 struct JinjaInterpreter {
     static let mostSteps = 500_000
-    private static let mostOutput = 16 << 20
-    private static let deepest = 50
+    /// Bytes of a text.
+    static let longest = 16 << 20
+    private static let mostItems = 1 << 20
+    private static let deepestMacro = 10
+    /// Expressions inside one another. Swift's tasks have small stacks.
+    private static let deepest = 100
 
     private var scopes: [[String: JinjaValue]]
-    var namespaces: [[String: JinjaValue]] = []
+    private var namespaces: [[String: JinjaValue]] = []
+    private var loops: [LoopState] = []
     private var macros: [JinjaMacro] = []
     private var output = ""
     private var steps = 0
+    private var macroDepth = 0
     private var depth = 0
     let now: Date
 
     private enum Flow { case normal, breaks, continues }
+
+    /// Where a loop is.
+    private struct LoopState {
+        let items: [JinjaValue]
+        var index = 0
+
+        func field(_ name: String) -> JinjaValue? {
+            switch name {
+            case "index": return .integer(index + 1)
+            case "index0": return .integer(index)
+            case "revindex": return .integer(items.count - index)
+            case "revindex0": return .integer(items.count - index - 1)
+            case "first": return .bool(index == 0)
+            case "last": return .bool(index == items.count - 1)
+            case "length": return .integer(items.count)
+            case "previtem": return index > 0 ? items[index - 1] : .undefined("loop.previtem")
+            case "nextitem": return index + 1 < items.count ? items[index + 1] : .undefined("loop.nextitem")
+            default: return nil
+            }
+        }
+    }
 
     static func render(_ nodes: [JinjaNode], _ variables: [String: JinjaValue], now: Date) throws -> String {
         var interpreter = JinjaInterpreter(variables, now)
@@ -33,8 +60,9 @@ struct JinjaInterpreter {
 
     func stopped(_ reason: String) -> PITError { Self.stopped(reason) }
 
-    mutating func step() throws {
-        steps += 1
+    /// Count work that is done, so that a template ends.
+    mutating func step(_ count: Int = 1) throws {
+        steps += count
         if steps > Self.mostSteps { throw stopped("it takes more than \(Self.mostSteps) steps") }
     }
 
@@ -69,7 +97,7 @@ struct JinjaInterpreter {
 
     private mutating func print(_ text: String) throws {
         output += text
-        if output.utf8.count > Self.mostOutput { throw stopped("its text is longer than \(Self.mostOutput) bytes") }
+        if output.utf8.count > Self.longest { throw stopped("its text is longer than \(Self.longest) bytes") }
     }
 
     /// What the nodes print, in a scope of their own.
@@ -105,11 +133,16 @@ struct JinjaInterpreter {
         return Array(zip(names, items))
     }
 
+    private func scope(_ item: JinjaValue, _ names: [String]) throws -> [String: JinjaValue] {
+        Dictionary(try unpacked(item, names)) { $1 }
+    }
+
     private mutating func runLoop(_ loop: JinjaLoop) throws {
         var items = try self.items(of: try evaluate(loop.sequence))
+        try step(items.count)
         if let filter = loop.filter {
             items = try items.filter { item in
-                scopes.append(Dictionary(uniqueKeysWithValues: try unpacked(item, loop.targets)))
+                scopes.append(try scope(item, loop.targets))
                 defer { scopes.removeLast() }
                 return try evaluate(filter).isTrue
             }
@@ -118,18 +151,12 @@ struct JinjaInterpreter {
             _ = try run(loop.otherwise)
             return
         }
-        namespaces.append([:])
-        let number = namespaces.count - 1
+        loops.append(LoopState(items: items))
+        let number = loops.count - 1
         for (index, item) in items.enumerated() {
-            namespaces[number] = [
-                "index": .integer(index + 1), "index0": .integer(index), "revindex": .integer(items.count - index),
-                "revindex0": .integer(items.count - index - 1), "first": .bool(index == 0),
-                "last": .bool(index == items.count - 1), "length": .integer(items.count),
-                "previtem": index > 0 ? items[index - 1] : .undefined("loop.previtem"),
-                "nextitem": index + 1 < items.count ? items[index + 1] : .undefined("loop.nextitem"),
-            ]
-            var scope = Dictionary(uniqueKeysWithValues: try unpacked(item, loop.targets))
-            scope["loop"] = .namespace(number)
+            loops[number].index = index
+            var scope = try scope(item, loop.targets)
+            scope["loop"] = .loop(number)
             scopes.append(scope)
             defer { scopes.removeLast() }
             if try run(loop.body) == .breaks { return }
@@ -151,6 +178,20 @@ struct JinjaInterpreter {
 
     mutating func evaluate(_ expression: JinjaExpression) throws -> JinjaValue {
         try step()
+        depth += 1
+        defer { depth -= 1 }
+        if depth > Self.deepest { throw stopped("expressions stand inside one another more than \(Self.deepest) deep") }
+        let value = try valueOf(expression)
+        switch value {
+        case .string(let text) where text.utf8.count > Self.longest:
+            throw stopped("a text is longer than \(Self.longest) bytes")
+        case .list(let items) where items.count > Self.mostItems:
+            throw stopped("a list has more than \(Self.mostItems) items")
+        default: return value
+        }
+    }
+
+    private mutating func valueOf(_ expression: JinjaExpression) throws -> JinjaValue {
         switch expression {
         case .value(let value): return value
         case .name(let name): return lookUp(name)
@@ -214,6 +255,7 @@ struct JinjaInterpreter {
         switch base {
         case .undefined: throw stopped("\(base.kind) is asked for '\(name)'")
         case .namespace(let number): if let value = namespaces[number][name] { return value }
+        case .loop(let number): if let value = loops[number].field(name) { return value }
         case .object(let object):
             if ["items", "keys", "values", "get"].contains(name) { return .method(base, name) }
             if let value = object[.string(name)] { return value }
@@ -281,9 +323,9 @@ struct JinjaInterpreter {
     }
 
     private mutating func callMacro(_ macro: JinjaMacro, _ arguments: Arguments) throws -> JinjaValue {
-        depth += 1
-        defer { depth -= 1 }
-        if depth > Self.deepest { throw stopped("macros call each other more than \(Self.deepest) deep") }
+        macroDepth += 1
+        defer { macroDepth -= 1 }
+        if macroDepth > Self.deepestMacro { throw stopped("macros call each other more than \(Self.deepestMacro) deep") }
         if arguments.positional.count > macro.parameters.count {
             throw stopped("the macro '\(macro.name)' takes \(macro.parameters.count) arguments")
         }
@@ -320,6 +362,7 @@ struct JinjaInterpreter {
             let numbers = Swift.stride(from: start, to: stop, by: bounds.count == 3 ? bounds[2] : 1).prefix(100_001)
             let list = numbers.map(JinjaValue.integer)
             if list.count > 100_000 { throw stopped("a range has more than 100000 numbers") }
+            try step(list.count)
             return .list(list)
         default:  // strftime_now
             guard case .string(let format)? = arguments.positional.first else { throw stopped("strftime_now takes a text") }

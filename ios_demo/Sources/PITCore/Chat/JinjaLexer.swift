@@ -7,6 +7,8 @@ struct JinjaLexer {
         case statement([JinjaToken])
     }
 
+    private static let mostTokens = 1000
+
     private let source: [Unicode.Scalar]
     private var at = 0
     private var line = 1
@@ -124,6 +126,7 @@ struct JinjaLexer {
                 if ")]}".unicodeScalars.contains(only), brackets.popLast() == nil { throw fault("a bracket is closed that is not open") }
             }
             tokens.append(token)
+            if tokens.count > Self.mostTokens { throw fault("a tag has more than \(Self.mostTokens) words and signs") }
         }
         parts.append(make(tokens))
     }

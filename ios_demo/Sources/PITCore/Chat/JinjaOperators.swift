@@ -7,7 +7,7 @@ extension JinjaInterpreter {
         case ("+", .string(let a), .string(let b)): return .string(a + b)
         case ("+", .list(let a), .list(let b)): return .list(a + b)
         case ("*", .string(let text), .integer(let count)), ("*", .integer(let count), .string(let text)):
-            if text.utf8.count * max(0, min(count, 1 << 24)) > 1 << 24 { throw stopped("a text is repeated too often") }
+            if text.utf8.count * max(0, min(count, 1 << 20)) > 1 << 16 { throw stopped("a text is repeated too often") }
             return .string(String(repeating: text, count: max(0, count)))
         default: break
         }

@@ -3,7 +3,7 @@ struct JinjaExpressionParser {
     private let tokens: [JinjaToken]
     private var at = 0
     private var depth = 0
-    private static let deepest = 100
+    private static let deepest = 30
 
     init(_ tokens: [JinjaToken]) { self.tokens = tokens }
 
@@ -284,7 +284,7 @@ struct JinjaParser {
     private mutating func nodes(until ends: [String]) throws -> ([JinjaNode], End?) {
         depth += 1
         defer { depth -= 1 }
-        if depth > 60 { throw Self.fault("tags are nested too deeply") }
+        if depth > 30 { throw Self.fault("tags are nested too deeply") }
         var found: [JinjaNode] = []
         while at < parts.count {
             let part = parts[at]

@@ -26,7 +26,7 @@ enum JinjaText {
         case "replace":
             let (old, new) = (try needed(name, arguments, 0), try needed(name, arguments, 1))
             let most = arguments.count > 2 ? arguments[2].integer ?? -1 : -1
-            return .string(replaced(scalars, old, new, most: most))
+            return .string(try replaced(scalars, old, new, most: most))
         case "join":
             guard case .list(let items)? = arguments.first else { throw wrong(name, "a list") }
             let texts = try items.map { item -> String in
@@ -80,8 +80,11 @@ enum JinjaText {
         return result
     }
 
-    static func replaced(_ scalars: [Unicode.Scalar], _ old: String, _ new: String, most: Int = -1) -> String {
+    static func replaced(_ scalars: [Unicode.Scalar], _ old: String, _ new: String, most: Int = -1) throws -> String {
         let pattern = Array(old.unicodeScalars)
+        if (scalars.count + 1) * max(1, new.utf8.count / max(1, pattern.count)) > JinjaInterpreter.longest {
+            throw PITError.template("The chat template stopped with: a replacement makes a text too long.")
+        }
         if pattern.isEmpty {
             let count = most < 0 ? scalars.count + 1 : most
             let parts = scalars.enumerated().map { ($0 < count ? new : "") + String($1) }

@@ -8,8 +8,10 @@ indirect enum JinjaValue: Sendable {
     case string(String)
     case list([JinjaValue])
     case object(JinjaObject)
-    /// A namespace or the `loop` of a loop, by its number in the interpreter.
+    /// A namespace, by its number in the interpreter.
     case namespace(Int)
+    /// The `loop` of a loop, by its number in the interpreter.
+    case loop(Int)
     case macro(Int)
     case function(String)
     /// A method of a string or object, taken but not called yet.
@@ -59,7 +61,7 @@ indirect enum JinjaValue: Sendable {
         case .string(let text): return !text.isEmpty
         case .list(let items): return !items.isEmpty
         case .object(let object): return !object.pairs.isEmpty
-        case .namespace, .macro, .function, .method: return true
+        case .namespace, .loop, .macro, .function, .method: return true
         }
     }
 
@@ -90,7 +92,7 @@ indirect enum JinjaValue: Sendable {
         case .integer, .float: return "a number"
         case .string: return "a text"
         case .list: return "a list"
-        case .object, .namespace: return "an object"
+        case .object, .namespace, .loop: return "an object"
         case .macro, .function, .method: return "a function"
         }
     }
@@ -108,7 +110,7 @@ indirect enum JinjaValue: Sendable {
         case .object(let object):
             let fields = object.pairs.map { $0.key.text(quoted: true) + ": " + $0.value.text(quoted: true) }
             return "{" + fields.joined(separator: ", ") + "}"
-        case .namespace: return "<namespace>"
+        case .namespace, .loop: return "<namespace>"
         case .macro, .function, .method: return "<function>"
         }
     }

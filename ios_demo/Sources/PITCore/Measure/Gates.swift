@@ -30,7 +30,7 @@ public struct Gate: Sendable, Equatable {
         ],
         "executorch": [
             "int8": Gate(maxAbs: nil, meanKL: 2.5e-2, top1: 0.92, greedy: false, layer: 0.3),
-            "int4": Gate(maxAbs: nil, meanKL: 0.6, top1: 0.60, greedy: false, layer: 0.8),
+            "int4": Gate(maxAbs: nil, meanKL: 0.15, top1: 0.75, greedy: false, layer: 0.8),
         ],
     ]
 
