@@ -101,11 +101,11 @@ def worse(a: Row, b: Row) -> Row:
     return max(a, b, key=lambda row: (not row[2], row[0], row[1]))
 
 
-def note(positions: int, prompts: int) -> str:
+def note(positions: int, greedy: int) -> str:
     """What a report says of a comparison in few passes."""
     return (
-        f"an emulated processor is slow: the {positions} positions come from passes over several tokens; {STEPS} a "
-        f"prompt ({prompts * STEPS} at most) were also decoded one by one, and {GREEDY_TOKENS} greedy tokens"
+        f"an emulated processor is slow: the {positions} positions come from passes over several tokens, and the first "
+        f"{STEPS} of each prompt were decoded one by one too; greedy decoding was cut to {greedy} tokens"
     )
 
 

@@ -271,7 +271,9 @@ def test_every_field_of_the_schema_is_required_and_on_the_page() -> None:
     schema = manifest_schema()
     page = (ROOT / "docs/bundle.md").read_text(encoding="utf-8")
     for part in [schema, *schema["$defs"].values()]:
-        assert set(part["required"]) == set(part["properties"]) - {"nested_head"}  # absent where there is none
+        assert set(part["required"]) == set(part["properties"]) - {
+            "nested_head"
+        }  # absent where there is none
         assert part["additionalProperties"] is False
         for name, field in part["properties"].items():
             assert f"`{name}`" in page, name

@@ -319,7 +319,7 @@ def compare_with_golden(
         bundle, precision, end_ids, runtime, gate, "golden record", rows, lengths, prefill, golden
     )
     if not one_by_one:
-        report.notes.append(few_passes.note(len(rows), len(golden.prompts)))
+        report.notes.append(few_passes.note(len(rows), report.greedy_tokens))
     return report
 
 

@@ -59,7 +59,7 @@ def test_int8_passes_its_gates(int8: Path, runtime: str) -> None:
     report = json.loads(done.stdout)
     assert report["runtime"] == runtime and report["positions"] >= 256
     # Activations are not rounded in WebAssembly, so it is nearer to the trained model than the native runtime.
-    assert report["mean_kl"] < 3e-3 and report["top1"] > 0.955
+    assert report["mean_kl"] < 4e-3 and report["top1"] > 0.955
 
 
 def test_transformers_js_gives_the_text_of_pit_deploy(int8: Path) -> None:

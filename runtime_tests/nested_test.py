@@ -75,6 +75,20 @@ def test_a_checkpoint_that_cannot_keep_the_rate_keeps_the_full_head_and_says_so(
     assert b"TopK" not in graph
 
 
+def test_a_choice_by_calibration_reaches_the_graph(pit, tmp_path, monkeypatch):
+    """So small a table is never worth it by time, and its logits do not concentrate: both limits are lifted."""
+    monkeypatch.setattr("pit_deploy.quantize.nested_choice.WORTH", 1e9)
+    monkeypatch.setattr("pit_deploy.quantize.nested_choice.SHORTLISTS", (20, 40))
+    report = export(pit, tmp_path / "bundle", context=128, nested_head=True, miss_rate=0.9)
+    head = Bundle.open(tmp_path / "bundle").manifest.nested_head
+    assert head.columns == 32 and head.shortlist in (20, 40) and 0 <= head.miss_rate <= 0.9
+    assert head.positions > 1000 and head.kl > 0
+    assert any(f"shortlist {head.shortlist} of 320 ids" in note for note in report.notes)
+    export(pit, tmp_path / "exact", context=128)
+    worse, better = (verify(tmp_path / name).mean_kl for name in ("bundle", "exact"))
+    assert worse > better  # verify sees the whole vocabulary, and with it what the shortlist leaves out
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -96,9 +96,8 @@ class ContribOperators(Operators):
             queries = list(projections)
         else:
             q, k, v = projections
-            queries = [
-                self._rotate(x, rotation, f"{name}.{kind}_rotated") for x, kind in ((q, "q"), (k, "k"))
-            ] + [v]
+            q, k = (self._rotate(x, rotation, f"{name}.{kind}_rotated") for x, kind in ((q, "q"), (k, "k")))
+            queries = [q, k, v]
         return self.graph.op_outputs(
             "GroupQueryAttention",
             [*queries, *past, self.last, self.total, *(rotation if inside else [])],

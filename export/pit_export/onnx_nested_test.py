@@ -5,13 +5,13 @@ import dataclasses
 import numpy as np
 import onnx
 import pytest
-from pit_export.onnx import OnnxExporter
 
 from pit_deploy.errors import InputError
 from pit_deploy.folding import SharedTable
 from pit_deploy.quantize.nested import NestedHead
 from pit_deploy.quantize.plan import QuantizationPlan
 from pit_deploy.runtimes.onnxruntime import external_tensors
+from pit_export.onnx import OnnxExporter
 
 ROWS, SIZE, COLUMNS = 1000, 64, 32
 
