@@ -398,7 +398,7 @@ def test_known_buffers_are_ignored(tiny, export, tmp_path):
     [
         ({}, dict(profile="fast"), "--profile fast is not known to onnx; choose default or standard"),
         ({}, dict(context=97), "--context 97 is more than"),
-        ({}, dict(block_size=48), "block-size 48 .* 16, 32, 64, 128, 256"),
+        ({}, dict(block_size=512), "block-size 512 .* 16, 32, 64, 128, 256"),
         (dict(head_dim=20), {}, "head_dim 20 is not a multiple of 8.*--profile standard"),
     ],
 )
