@@ -76,11 +76,8 @@ def rows_of_prompt(
     difference is over the first `tokens` logits.
     """
     runtime.reset()
-    if isinstance(runtime, FullRuntime):
-        passes = dict(enumerate(runtime.all_logits(ids)))
-        runtime.reset()
-    else:
-        passes = _pieces(runtime, ids)
+    passes = _passes(runtime, ids)
+    runtime.reset()
     rows = {offset: compare(offset, logits) for offset, logits in passes.items()}
     difference = 0.0
     last = runtime.prefill(ids)
@@ -109,8 +106,10 @@ def note(positions: int, greedy: int) -> str:
     )
 
 
-def _pieces(runtime: Runtime, ids: Sequence[int]) -> dict[int, np.ndarray]:
-    """The logits after every `PIECE` tokens and at the end, by offset."""
+def _passes(runtime: Runtime, ids: Sequence[int]) -> dict[int, np.ndarray]:
+    """Logits by offset: of all, or after every `PIECE` tokens and at the end where the runtime gives the last alone."""
+    if isinstance(runtime, FullRuntime):
+        return dict(enumerate(runtime.all_logits(ids)))
     found = {}
     for start in range(0, len(ids), PIECE):
         piece = ids[start : start + PIECE]

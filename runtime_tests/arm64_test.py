@@ -129,7 +129,7 @@ def test_the_emulated_system_shows_the_processor_that_runs(processor, tmp_path):
 
 
 class Counting:
-    """A runtime whose logits are the ids in the cache; counts its calls, and errs at a position of a kind of call."""
+    """A runtime whose logits show the last id and its position; counts calls, and errs at a position of one kind."""
 
     name, context_length, vocab_size = "counting", 64, 100
 
@@ -143,7 +143,9 @@ class Counting:
 
     def _row(self, kind: str) -> np.ndarray:
         row = np.zeros(self.vocab_size, np.float32)
-        row[self.ids[-1]] = 1.0 + (0.5 if self.wrong == (kind, len(self.ids) - 1) else 0.0)
+        row[(self.ids[-1] + len(self.ids) - 1) % self.vocab_size] = 1.0 + (
+            0.5 if self.wrong == (kind, len(self.ids) - 1) else 0.0
+        )
         return row
 
     def prefill(self, ids):
@@ -176,7 +178,7 @@ class CountingAll(Counting):
 
 def _compare(ids):
     def compare(offset: int, logits: np.ndarray) -> few_passes.Row:
-        error = abs(float(logits[ids[offset]]) - 1.0)
+        error = abs(float(logits[(ids[offset] + offset) % 100]) - 1.0)
         return error, error, error == 0
 
     return compare

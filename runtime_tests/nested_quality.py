@@ -158,7 +158,8 @@ def greedy(runtime: Any, prompt: Sequence[int], tokens: int) -> list[int]:
 
 def quality(bundle: Bundle) -> dict[str, Any]:
     """Misses, KL and total variation by kind of text and by how often the model expects the true token."""
-    heads, rows = BothHeads(bundle), []
+    heads = BothHeads(bundle)
+    rows: list[dict[str, Any]] = []
     known = bundle.manifest.tokenizer_length
     counts: dict[int, int] = {}
     kinds = texts(bundle)

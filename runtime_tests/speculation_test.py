@@ -141,4 +141,6 @@ def test_a_summary_is_sooner(bundle: Bundle, runtimes: tuple[Runtime, VerifyingO
             )
             speeds.append(got.tokens_per_second)
         ratios.append(speeds[1] / speeds[0])
-    assert statistics.median(ratios) >= 1.3, ratios  # 1.5 and more on a machine of its own: docs/speculation.md
+    assert statistics.median(ratios) >= 1.3, (
+        ratios
+    )  # 1.5 and more on a machine of its own: docs/speculation.md

@@ -43,12 +43,17 @@ def search_large(best: dict[str, Run]) -> dict[str, list[Run]]:
     found = {}
     for side, run in best.items():
         half = replace(run, size="large", rate=run.rate / 2)
-        larger = {"std": round(1.6 * run.std, 3)} if side == "tied" else {"scale": round(1.6 * run.scale, 3)}
+        tied = side == "tied"
+        larger = (
+            replace(half, std=round(1.6 * run.std, 3))
+            if tied
+            else replace(half, scale=round(1.6 * run.scale, 3))
+        )
         found[side] = [
             replace(half, rate=run.rate),
             half,
-            replace(half, **larger),
-            replace(half, multiplier=3 * run.multiplier if side == "tied" else run.multiplier / 2),
+            larger,
+            replace(half, multiplier=3 * run.multiplier if tied else run.multiplier / 2),
             replace(half, learning_rate=run.learning_rate / 2),
         ]
     return found
