@@ -30,6 +30,8 @@ public struct Manifest: Sendable, Equatable {
     public let quantizationSummary: QuantizationSummary?
     public let tokenizerChecks: [TokenizedText]
     public let coreml: CoreMLProgram?
+    /// How the head shortlists the vocabulary; nil where it computes all logits in full.
+    public let nestedHead: NestedHead?
     public let golden: GoldenEntry?
     public let files: [FileEntry]
 
@@ -39,6 +41,14 @@ public struct Manifest: Sendable, Equatable {
         public let kind: String
         public let files: [FileEntry]
         public let license: String?
+    }
+
+    public struct NestedHead: Sendable, Equatable {
+        public let columns: Int
+        public let shortlist: Int
+        public let missRate: Double?
+        public let kl: Double?
+        public let positions: Int?
     }
 
     public struct Precision: Sendable, Equatable {

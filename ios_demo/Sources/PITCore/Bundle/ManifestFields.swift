@@ -73,6 +73,9 @@ final class Fields {
         return number
     }
 
+    /// Whether the file has the field, for those that may be left out.
+    func has(_ key: String) -> Bool { object[key] != nil }
+
     /// Null, or what `read` makes of the field.
     func optional<T>(_ key: String, _ read: (Fields, String) throws -> T) throws -> T? {
         try value(key).isNull ? nil : try read(self, key)

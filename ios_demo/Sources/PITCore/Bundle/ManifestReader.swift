@@ -63,6 +63,8 @@ extension Manifest {
         }
         tokenizerChecks = try fields.objects("tokenizer_checks", atLeast: 1, TokenizedText.init)
         coreml = try fields.optional("coreml") { fields, key in try fields.object(key, CoreMLProgram.init) }
+        nestedHead = try fields.has("nested_head")
+            ? fields.optional("nested_head") { fields, key in try fields.object(key, NestedHead.init) } : nil
         golden = try fields.optional("golden") { fields, key in try fields.object(key, GoldenEntry.init) }
         files = try fields.objects("files", atLeast: 1) { fields in
             FileEntry(
@@ -104,6 +106,16 @@ extension Manifest.Source {
                 sha256: try fields.sha256("sha256"))
         }
         license = try fields.optional("license") { fields, key in try fields.text(key) }
+    }
+}
+
+extension Manifest.NestedHead {
+    fileprivate init(_ fields: Fields) throws {
+        columns = try fields.count("columns")
+        shortlist = try fields.count("shortlist")
+        missRate = try fields.optional("miss_rate") { fields, key in try fields.figure(key) }
+        kl = try fields.optional("kl") { fields, key in try fields.figure(key) }
+        positions = try fields.optional("positions") { fields, key in try fields.count(key) }
     }
 }
 
