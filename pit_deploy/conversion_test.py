@@ -27,7 +27,13 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def _plain(directory: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    """The source in float32; an embedding's factor as training had it, in the precision of the checkpoint."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    scale = getattr(model.get_input_embeddings(), "embed_scale", None)
+    if scale is not None:
+        trained = transformers.AutoConfig.from_pretrained(directory).dtype
+        scale.copy_(scale.to(trained))
+    return model
 
 
 def _tensors(directory: Path) -> dict[str, torch.Tensor]:
