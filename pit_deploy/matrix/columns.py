@@ -23,7 +23,7 @@ _PACKAGES = {
 _EXTRAS = {"onnx": "onnx", "executorch": "executorch", "coreml": "coreml", "fold": "onnx", "hf": "onnx"}
 VARIANTS = {
     "arm64-onnxruntime": ("cortex-a76", "cortex-a76:no-kleidiai", "cortex-a72"),
-    "arm64-executorch": ("cortex-a76", "cortex-a72"),
+    "arm64-executorch": ("cortex-a76",),  # PyTorch's ARM64 wheel needs instructions that a Cortex-A72 lacks
 }
 """Emulated processors, each a column."""
 _ORDER = ("torch", "transformers", "onnxruntime", "genai", "arm64-onnxruntime", "onnxruntime-web", "chromium")
