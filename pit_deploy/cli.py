@@ -452,7 +452,7 @@ def verify(
         from pit_deploy.report import require_report_packages
 
         require_report_packages()
-        check_report(html, bundle)
+        check_report(html)
     with bars(json) as progress:
         report = call(
             bundle,
@@ -594,6 +594,7 @@ def bench(
     if plot is not None:
         from pit_deploy.benchmark.plot import check_plot
 
+        check_report(plot)
         check_plot(plot)
     measured: dict[str, Any] = dict(
         threads=threads,
@@ -640,7 +641,7 @@ def report(
     """Merge what bench measured, here and elsewhere, into one page with plots."""
     from pit_deploy.benchmark.report_page import write_bench_report
 
-    check_report(html)
+    check_report(html, reports)
     write_bench_report(reports, html)
     console.done(f"The report is in {html}.")
 

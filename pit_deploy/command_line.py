@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,13 +51,31 @@ def bars(json: str | None = None) -> Iterator[Progress]:
         yield progress
 
 
-def check_report(path: Path, bundle: Path | None = None) -> None:
-    """Refuse a place for a report before the work. A file that is there is replaced; nothing of a bundle is."""
+def check_report(path: Path, inputs: Iterable[Path] = ()) -> None:
+    """Refuse a place for a report before the work. A file that is there is replaced, but no input, and nothing inside
+    a bundle."""
     check_output(path, overwrite=True, directory=False)
     if not path.absolute().parent.is_dir():
         raise InputError(f"{path} cannot be written: {path.absolute().parent} is not a folder.")
-    if bundle is not None and bundle.resolve() in (path.resolve(), *path.resolve().parents):
-        raise InputError(f"{path} is inside the bundle {bundle}, which is left as it is; name another file.")
+    place = path.resolve()
+    if place in {given.resolve() for given in inputs}:
+        raise InputError(f"{path} is an input of this command, which is left as it is; name another file.")
+    for folder in (place, *place.parents):
+        if is_bundle(folder):
+            raise InputError(
+                f"{path} is inside the bundle {folder}, which is left as it is; name another file."
+            )
+
+
+def is_bundle(folder: Path) -> bool:
+    """Whether a folder has the manifest of a bundle, of whatever version."""
+    from pit_deploy.manifest import FORMAT
+
+    try:
+        found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
 
 
 def standard_input() -> str:

@@ -30,6 +30,10 @@ def web_view(bundle: Bundle | Path | str, out: Path | str, *, overwrite: bool = 
     out = Path(out)
     bundle = bundle if isinstance(bundle, Bundle) else Bundle.open(bundle)
     check_output(out, overwrite=overwrite, source=bundle.path)
+    if bundle.path.resolve() in out.resolve().parents:
+        raise InputError(
+            f"{out} is inside the bundle {bundle.path}, which is left as it is; name another folder."
+        )
     check_names(bundle)
     listed = [entry.path for entry in bundle.manifest.files]
     weights = [path for path in listed if path == WEIGHTS]
