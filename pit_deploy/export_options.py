@@ -12,7 +12,6 @@ from pit_deploy.architecture import DecoderConfig
 from pit_deploy.errors import InputError
 from pit_deploy.folding import FoldedModel, check_layout
 from pit_deploy.progress import Progress
-from pit_deploy.quantize.nested import MISS_RATE
 from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import PRECISIONS, Encoder, QuantizationPlan
 
@@ -45,8 +44,8 @@ class ExportOptions:
     KL, or the best one of a size (of the model's files)."""
     nested_head: bool | None = None
     """Whether the head shortlists the vocabulary, where that loses next to nothing; None: as False."""
-    miss_rate: float = MISS_RATE
-    """Share of positions whose best token a shortlist may miss."""
+    miss_rate: float | None = None
+    """Share of positions whose best token a shortlist may miss, with `nested_head`; None: 0.0005."""
     head_columns: int | None = None
     shortlist: int | None = None
     """Set the nested head by hand, both together."""
@@ -81,14 +80,21 @@ class ExportOptions:
             raise InputError("--head-columns and --shortlist belong together; give both, or --nested-head.")
         if self.nested_head is False and self.head_columns is not None:
             raise InputError("--exact-head and --head-columns exclude each other; leave one out.")
-        if not 0 < self.miss_rate < 1:
-            raise InputError(f"--miss-rate {self.miss_rate} is no share; give a number between 0 and 1.")
+        if self.miss_rate is not None:
+            if not 0 < self.miss_rate < 1:
+                raise InputError(f"--miss-rate {self.miss_rate} is no share; give a number between 0 and 1.")
+            if self.head_columns is not None:
+                raise InputError(
+                    "--miss-rate and --head-columns exclude each other: one finds what the other sets."
+                )
+            if not self.nested_head:
+                raise InputError("--miss-rate is for a nested head; give --nested-head too, or leave it out.")
         if not self.shortlists:
             return
         if self.to != "onnx" or self.profile not in (None, "default"):
+            asked = f"--to {self.to}" + ("" if self.profile is None else f" with profile {self.profile}")
             raise InputError(
-                f"a nested head is not built for --to {self.to} with profile {self.profile or 'default'}; use --to "
-                f"onnx with its profile default, or --exact-head."
+                f"a nested head is not built for {asked}; use --to onnx with its profile default, or --exact-head."
             )
         if self.logits != "last":
             raise InputError(

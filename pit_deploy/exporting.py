@@ -82,7 +82,7 @@ def export(
     max_kl: float | None = None,
     max_bytes: int | None = None,
     nested_head: bool | None = None,
-    miss_rate: float = MISS_RATE,
+    miss_rate: float | None = None,
     head_columns: int | None = None,
     shortlist: int | None = None,
     calibration: str | Path | None = None,
@@ -136,6 +136,7 @@ def export(
         config = replace(config, vocab_size=checkpoint.table_rows)
         exporter.check(config, options)
         check_shareable(checkpoint, layout)
+        _check_nested_head(checkpoint, config, options)
         checkpoint.check_tables()
         tokenizer_length = checkpoint.check_vocabulary()
         ends = checkpoint_end_ids(checkpoint)
@@ -270,6 +271,25 @@ def quantized(
     return result.model, result.plan, result.choice
 
 
+def _check_nested_head(checkpoint: Checkpoint, config: DecoderConfig, options: ExportOptions) -> None:
+    """Refuse, before any work, a nested head that this checkpoint or these options cannot have."""
+    if not options.shortlists:
+        return
+    integer = options.searches or options.tables in ("int8", "int4")
+    if checkpoint.kind == "plain" or options.layout == "untied" or not integer:
+        raise _no_nested_head(options.layout or "its own", str(options.tables))
+    if options.head_columns is not None and options.shortlist is not None:
+        head = NestedHead(options.head_columns, options.shortlist)
+        head.check(checkpoint.table_rows, config.hidden_size, options.block_size)
+
+
+def _no_nested_head(layout: str, tables: str) -> InputError:
+    return InputError(
+        f"a nested head needs one integer table of a PIT model, and this export has layout {layout} with "
+        f"--tables {tables}; convert the model first, or pass --exact-head."
+    )
+
+
 def _choose_head_(
     plan: QuantizationPlan,
     model: FoldedModel,
@@ -283,10 +303,7 @@ def _choose_head_(
 
     tables = model.tables
     if plan.tables not in ("int8", "int4") or not isinstance(tables, SharedTable) or tables.head_map is None:
-        raise InputError(
-            f"a nested head needs one integer table of a PIT model, and this export has layout {model.layout} with "
-            f"--tables {plan.tables}; convert the model first, or pass --exact-head."
-        )
+        raise _no_nested_head(model.layout, plan.tables)
     rows, columns = tables.table.shape
     candidates = (4, 8) if options.searches else (int(plan.tables.removeprefix("int")),)
     rounding = [table_options(plan, b, columns) if options.feedback else plan.options(b) for b in candidates]
@@ -304,7 +321,7 @@ def _choose_head_(
             held_out,
             bits=max(candidates),
             block=block,
-            miss_rate=options.miss_rate,
+            miss_rate=MISS_RATE if options.miss_rate is None else options.miss_rate,
             known=known,
             progress=progress,
         )

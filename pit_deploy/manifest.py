@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal, NoReturn, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from pit_deploy.errors import InputError
+from pit_deploy.schema_part import SchemaPart
 
 FORMAT: Final = "pit-deploy bundle"
 FORMAT_VERSION: Final = 1
@@ -95,16 +96,7 @@ DType = Literal[
 ]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        json_schema_serialization_defaults_required=True,
-    )
-
-
-class FileEntry(_Part):
+class FileEntry(SchemaPart):
     """A file of the bundle."""
 
     path: RelativePath
@@ -115,7 +107,7 @@ class FileEntry(_Part):
     """SHA-256, 64 lower-case hexadecimal digits."""
 
 
-class SourceFile(_Part):
+class SourceFile(SchemaPart):
     """A file of the checkpoint that the bundle was made from."""
 
     name: RelativePath
@@ -126,7 +118,7 @@ class SourceFile(_Part):
     """SHA-256, 64 lower-case hexadecimal digits."""
 
 
-class Source(_Part):
+class Source(SchemaPart):
     """The checkpoint that the bundle was made from."""
 
     name: PlainName
@@ -141,7 +133,7 @@ class Source(_Part):
     """Licence identifier, where the source states one."""
 
 
-class Precision(_Part):
+class Precision(SchemaPart):
     """Number formats of the parts; single tensors may be finer, as `quantization` says."""
 
     weights: Literal["fp32", "fp16", "int8", "int4"]
@@ -160,7 +152,7 @@ class Precision(_Part):
     """Keys and values in the cache."""
 
 
-class Architecture(_Part):
+class Architecture(SchemaPart):
     """Sizes of the backbone, in the words of config.json."""
 
     model_type: Name
@@ -179,7 +171,7 @@ class Architecture(_Part):
     """Width of the MLP."""
 
 
-class Value(_Part):
+class Value(SchemaPart):
     """An input or output of the graph that is not a state."""
 
     name: Name
@@ -190,7 +182,7 @@ class Value(_Part):
     """Dimensions; a string is the name of a free one."""
 
 
-class State(_Part):
+class State(SchemaPart):
     """What is kept from one call to the next."""
 
     name: Name
@@ -203,7 +195,7 @@ class State(_Part):
     """Dimensions; a string is the name of a free one."""
 
 
-class TensorError(_Part):
+class TensorError(SchemaPart):
     """What quantisation did to one tensor."""
 
     name: Name
@@ -220,7 +212,7 @@ class TensorError(_Part):
     """Largest absolute error."""
 
 
-class QuantizationSummary(_Part):
+class QuantizationSummary(SchemaPart):
     """Worst and mean of `quantization`."""
 
     worst: Name
@@ -240,7 +232,7 @@ class QuantizationSummary(_Part):
         return cls(worst=worst.name, worst_relative_rms=worst.relative_rms, mean_relative_rms=mean)
 
 
-class TokenizedText(_Part):
+class TokenizedText(SchemaPart):
     """A text and its token ids."""
 
     text: str
@@ -249,7 +241,7 @@ class TokenizedText(_Part):
     """Its ids."""
 
 
-class Golden(_Part):
+class Golden(SchemaPart):
     """The record of the training-time model that the bundle carries."""
 
     file: RelativePath
@@ -260,7 +252,7 @@ class Golden(_Part):
     """The prompts; their ids are what the model is fed, special tokens included."""
 
 
-class CoreMLFunction(_Part):
+class CoreMLFunction(SchemaPart):
     """A function of a Core ML program."""
 
     name: Literal["prefill", "decode"]
@@ -277,7 +269,7 @@ class CoreMLFunction(_Part):
     """Its outputs."""
 
 
-class CoreMLPart(_Part):
+class CoreMLPart(SchemaPart):
     """A part of a Core ML program."""
 
     name: Name
@@ -290,7 +282,7 @@ class CoreMLPart(_Part):
     """Why."""
 
 
-class CoreMLProgram(_Part):
+class CoreMLProgram(SchemaPart):
     """What an app needs to know of a Core ML program besides the fields that all runtimes have."""
 
     specification_version: Count
@@ -305,7 +297,7 @@ class CoreMLProgram(_Part):
     """Sizes and advice by part, in the model's order; a table that serves both ends is counted once."""
 
 
-class NestedHeadPart(_Part):
+class NestedHeadPart(SchemaPart):
     """How the head shortlists the vocabulary."""
 
     columns: Count
@@ -321,7 +313,7 @@ class NestedHeadPart(_Part):
     """Positions that both were measured on."""
 
 
-class ManifestBody(_Part):
+class ManifestBody(SchemaPart):
     """All of a manifest apart from the files of the bundle, which `write_manifest` adds."""
 
     format: Literal["pit-deploy bundle"] = FORMAT

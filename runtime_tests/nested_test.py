@@ -105,9 +105,12 @@ def test_a_choice_by_calibration_reaches_the_graph(pit, tmp_path, monkeypatch):
             "--head-columns 40 cannot split a table of 64 columns in blocks of 32",
         ),
         (dict(head_columns=32, shortlist=320), "--shortlist 320 is no part of 320 ids"),
+        (dict(miss_rate=0.01), "--miss-rate is for a nested head"),
+        (dict(miss_rate=0.01, **BY_HAND), "--miss-rate and --head-columns exclude each other"),
     ],
 )
-def test_what_cannot_be_is_refused(pit, tmp_path, options, message):
+def test_what_cannot_be_is_refused_before_any_work(pit, tmp_path, monkeypatch, options, message):
+    monkeypatch.setattr("pit_deploy.exporting.calibrate", lambda *_, **__: pytest.fail("work was begun"))
     with pytest.raises(InputError, match=message):
         export(pit, tmp_path / "bundle", context=128, **options)
     assert not (tmp_path / "bundle").exists()

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
+
+from pit_deploy.schema_part import SchemaPart
 
 FORMAT: Final = "pit-deploy bench"
 FORMAT_VERSION: Final = 1
@@ -20,16 +22,7 @@ Figure = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        json_schema_serialization_defaults_required=True,
-    )
-
-
-class Samples(_Part):
+class Samples(SchemaPart):
     """A figure measured several times."""
 
     median: Figure
@@ -48,7 +41,7 @@ class Samples(_Part):
         return cls(median=statistics.median(kept), min=min(kept), max=max(kept), samples=kept)
 
 
-class Machine(_Part):
+class Machine(SchemaPart):
     """Where it was measured."""
 
     system: Name
@@ -65,7 +58,7 @@ class Machine(_Part):
     """Mean number of running processes in the minute before; other work shows here."""
 
 
-class Settings(_Part):
+class Settings(SchemaPart):
     """What was asked for."""
 
     threads: Annotated[tuple[Count, ...], Field(min_length=1)]
@@ -82,7 +75,7 @@ class Settings(_Part):
     """Where the token ids came from."""
 
 
-class Bandwidth(_Part):
+class Bandwidth(SchemaPart):
     """Reading from memory, measured among the other figures."""
 
     threads: Count
@@ -91,7 +84,7 @@ class Bandwidth(_Part):
     """Bytes read a second."""
 
 
-class LoadTimes(_Part):
+class LoadTimes(SchemaPart):
     """Starts in processes of their own."""
 
     seconds: Samples
@@ -103,7 +96,7 @@ class LoadTimes(_Part):
     the system does not tell."""
 
 
-class Load(_Part):
+class Load(SchemaPart):
     """Starting up."""
 
     cold: LoadTimes | None
@@ -112,7 +105,7 @@ class Load(_Part):
     """With the artifact's pages in the file cache."""
 
 
-class Memory(_Part):
+class Memory(SchemaPart):
     """Resident memory of a process that holds this artifact alone; mapped file pages count."""
 
     before_load_bytes: Samples
@@ -125,7 +118,7 @@ class Memory(_Part):
     """Largest until the longest prompt and the deepest decoding had run."""
 
 
-class Prefill(_Part):
+class Prefill(SchemaPart):
     """A prompt into an empty cache."""
 
     tokens: Count
@@ -136,7 +129,7 @@ class Prefill(_Part):
     """From the ids of the prompt to the first greedy token, model loaded and warmed up."""
 
 
-class Decode(_Part):
+class Decode(SchemaPart):
     """One token at a time."""
 
     depth: Size
@@ -149,7 +142,7 @@ class Decode(_Part):
     """`weight_bytes_per_token` times the median, by the largest bandwidth measured at this number of threads."""
 
 
-class Thermal(_Part):
+class Thermal(SchemaPart):
     """How warm a device was, and what its clocks followed."""
 
     governor: Name | None
@@ -162,7 +155,7 @@ class Thermal(_Part):
     """Celsius at its end."""
 
 
-class Run(_Part):
+class Run(SchemaPart):
     """The figures of one subject at one number of threads."""
 
     model_config = ConfigDict(json_schema_serialization_defaults_required=False)
@@ -186,7 +179,7 @@ class Run(_Part):
     """Of a device; null or absent elsewhere."""
 
 
-class Quality(_Part):
+class Quality(SchemaPart):
     """How far the outputs are from the training-time model, on the golden record of the first bundle."""
 
     reference: Name
@@ -199,7 +192,7 @@ class Quality(_Part):
     """Share of positions with the reference's largest logit, ties aside."""
 
 
-class Subject(_Part):
+class Subject(SchemaPart):
     """One artifact in one runtime."""
 
     name: Name
@@ -226,7 +219,7 @@ class Subject(_Part):
     """What a reader of the figures has to know."""
 
 
-class Ratio(_Part):
+class Ratio(SchemaPart):
     """A bundle against another subject: above 1 the bundle is faster."""
 
     subject: Name
@@ -243,7 +236,7 @@ class Ratio(_Part):
     """Quotients of samples measured one after the other."""
 
 
-class BenchReport(_Part):
+class BenchReport(SchemaPart):
     """A whole benchmark."""
 
     format: Literal["pit-deploy bench"] = FORMAT

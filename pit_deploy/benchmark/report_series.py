@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -71,13 +72,16 @@ class Point:
 
 
 def read_reports(paths: Sequence[Path | str]) -> list[tuple[str, BenchReport]]:
-    """Reports with the names of their files. Raises `InputError` for a file that is none."""
+    """Reports with the names of their files; one of several devices gives theirs, named by the serial.
+
+    Raises `InputError` for a file that is none.
+    """
     if not paths:
         raise InputError("There is nothing to show; give files that pit-deploy bench --json wrote.")
     found = []
     for path in map(Path, paths):
         try:
-            found.append((path.stem, read_report(read_json(path))))
+            found += [(name, read_report(value)) for name, value in _reports(path)]
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(str(part) for part in first["loc"])
@@ -86,6 +90,18 @@ def read_reports(paths: Sequence[Path | str]) -> list[tuple[str, BenchReport]]:
                 f"pit-deploy bench --json wrote."
             ) from error
     return found
+
+
+def _reports(path: Path) -> list[tuple[str, Any]]:
+    """What is to be read of a file: itself, or the devices that `bench --device all` measured."""
+    value = read_json(path)
+    devices = value.get("devices") if isinstance(value, dict) else None
+    if not isinstance(devices, list):
+        return [(path.stem, value)]
+    measured = [d for d in devices if isinstance(d, dict) and d.get("report") is not None]
+    if not measured:
+        raise InputError(f"{path} has {len(devices)} devices and no report of any; measure again.")
+    return [(f"{path.stem} {d.get('serial')}", d["report"]) for d in measured]
 
 
 def merge(reports: Sequence[tuple[str, BenchReport]]) -> list[Group]:

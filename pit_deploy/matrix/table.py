@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from pit_deploy.parity import ParityReport
+from pit_deploy.schema_part import SchemaPart
 from pit_deploy.text_parity import TextReport
 
 FORMAT: Final = "pit-deploy parity"
@@ -27,16 +28,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Name = Annotated[str, Field(min_length=1)]
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        json_schema_serialization_defaults_required=True,
-    )
-
-
-class Row(_Part):
+class Row(SchemaPart):
     """A setting of a checkpoint; each target has an artifact of it."""
 
     checkpoint: Name
@@ -47,7 +39,7 @@ class Row(_Part):
     """Of weights and tables; `mixed` where tensors differ."""
 
 
-class Column(_Part):
+class Column(SchemaPart):
     """A runtime or a client."""
 
     name: Name
@@ -60,7 +52,7 @@ class Column(_Part):
     """What is compared."""
 
 
-class Limits(_Part):
+class Limits(SchemaPart):
     """The gate of a cell; null where a figure decides nothing."""
 
     max_abs: Figure | None
@@ -75,7 +67,7 @@ class Limits(_Part):
     """Relative error of a layer's hidden state past which the layer counts as diverging."""
 
 
-class LayerFigure(_Part):
+class LayerFigure(SchemaPart):
     """Relative error of the hidden state after a layer."""
 
     layer: Count
@@ -86,7 +78,7 @@ class LayerFigure(_Part):
     """Over the positions; null where it is not finite."""
 
 
-class Positions(_Part):
+class Positions(SchemaPart):
     """Figures by position of the prompts, one after the other; null is not finite."""
 
     prompt_lengths: tuple[Count, ...]
@@ -99,7 +91,7 @@ class Positions(_Part):
     """Whether the largest logit is the reference's, ties aside."""
 
 
-class Logits(_Part):
+class Logits(SchemaPart):
     """A comparison of logits."""
 
     reference: Name
@@ -130,7 +122,7 @@ class Logits(_Part):
     """The same figures by position."""
 
 
-class Text(_Part):
+class Text(SchemaPart):
     """A comparison of greedy texts."""
 
     reference: Name
@@ -145,7 +137,7 @@ class Text(_Part):
     """That `expected` has."""
 
 
-class Cell(_Part):
+class Cell(SchemaPart):
     """One row in one column."""
 
     row: Row
@@ -182,7 +174,7 @@ class Cell(_Part):
         return self.status in ("out_of_tolerance", "failed")
 
 
-class Matrix(_Part):
+class Matrix(SchemaPart):
     """The whole table."""
 
     format: Literal["pit-deploy parity"] = FORMAT

@@ -27,6 +27,10 @@ FIT = {
 """Runtimes that open a bundle, by the manifest's `runtime`; the first is the usual one. After a colon some take more:
 `arm64-onnxruntime:cortex-a72`, `adb:SERIAL`."""
 TAKE_MORE = ("arm64-onnxruntime", "arm64-executorch", "adb")
+TEXT_FIT = {"genai": "onnx", "executorch-runner": "executorch", "transformers.js": "onnx"}
+"""Stock runners, which give only text, and the bundles that they open."""
+TEXT_KERNELS = {"genai": "onnxruntime", "executorch-runner": "executorch", "transformers.js": "chromium"}
+"""The runtime of ours that computes with the same kernels as a stock runner."""
 
 
 def open_runtime(
@@ -41,9 +45,7 @@ def open_runtime(
     name = name or _usual(bundle.manifest.runtime) or ""
     family = name.partition(":")[0]
     if name not in fit and (family not in fit or family not in TAKE_MORE):
-        known = ", ".join(other for names in FIT.values() for other in names)
-        advice = f"use {' or '.join(fit)}" if fit else f"known runtimes are {known}"
-        raise InputError(f"the runtime {name!r} cannot open this {bundle.manifest.runtime} bundle; {advice}.")
+        raise _unfit(name, bundle)
     check_threads(threads)
     if speculate and name != "onnxruntime":
         raise InputError(f"speculation is built for onnxruntime, not for {name}; leave --speculate out.")
@@ -81,17 +83,10 @@ def open_runtime(
     return OnnxRuntime.open(bundle.path, bundle.manifest, threads)
 
 
-TEXT_FIT = {"genai": "onnx", "executorch-runner": "executorch", "transformers.js": "onnx"}
-"""Stock runners, which give only text, and the bundles that they open."""
-
-TEXT_KERNELS = {"genai": "onnxruntime", "executorch-runner": "executorch", "transformers.js": "chromium"}
-"""The runtime of ours that computes with the same kernels as a stock runner."""
-
-
 def open_text_runtime(bundle: Bundle, name: str, *, threads: int | None = None) -> TextRuntime:
     """Open the bundle's artifact in a stock runner. Raises `InputError` for an unfit name."""
     if TEXT_FIT.get(name) != bundle.manifest.runtime:
-        raise InputError(f"the runtime {name!r} cannot open this {bundle.manifest.runtime} bundle.")
+        raise _unfit(name, bundle)
     check_threads(threads)
     if name == "genai":
         from pit_deploy.runtimes.genai import GenaiTextRunner
@@ -104,6 +99,17 @@ def open_text_runtime(bundle: Bundle, name: str, *, threads: int | None = None) 
     from pit_deploy.runtimes.executorch_text import ExecutorchTextRunner
 
     return ExecutorchTextRunner(bundle, threads)
+
+
+def _unfit(name: str, bundle: Bundle) -> InputError:
+    """The error for a name that does not open a bundle, with those that do."""
+    kind = bundle.manifest.runtime
+    fit = [*FIT.get(kind, ()), *(text for text, opens in TEXT_FIT.items() if opens == kind)]
+    family, part = name.partition(":")[::2]
+    what = f"the runtime {name!r} cannot open this {kind} bundle"
+    if part and family in fit:
+        what = f"the runtime {family} takes nothing after a colon, and {name!r} has {part!r}"
+    return InputError(f"{what}; use {', '.join(fit[:-1])} or {fit[-1]}.")
 
 
 def _usual(kind: str) -> str | None:
