@@ -69,6 +69,10 @@ def test_unfit_names_are_refused(fp32):
     for name in ("arm64-executorch", "onnxruntime:cortex-a76", "arm64"):
         with pytest.raises(InputError, match=f"the runtime '{name}' cannot open this onnx bundle; use "):
             open_runtime(bundle, name)
+    with pytest.raises(InputError, match=r"onnxruntime takes nothing after a colon"):
+        open_runtime(bundle, "onnxruntime:cortex-a76")
+    with pytest.raises(InputError, match=r"transformers.js \(chromium takes nothing after a colon\)"):
+        open_runtime(bundle, "chromium:foo")
     with pytest.raises(InputError, match="speculation is built for onnxruntime"):
         open_runtime(bundle, "arm64-onnxruntime", speculate=True)
 

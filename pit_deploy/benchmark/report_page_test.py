@@ -173,6 +173,20 @@ def test_missing_figures_are_named_and_empty_plots_left_out(tmp_path: Path) -> N
     assert "b, 1 thread: it died" in text and "<svg" not in text and "not compared" in text
 
 
+def test_the_devices_of_a_file_are_reports_of_their_own(tmp_path: Path) -> None:
+    measured = bench_report(INT8).to_dict()
+    devices = [
+        {"serial": "one", "report": measured, "error": None},
+        {"serial": "two", "report": None, "error": "gone"},
+    ]
+    (tmp_path / "all.json").write_text(json.dumps({"devices": devices}))
+    (found,) = series.read_reports([tmp_path / "all.json"])
+    assert found[0] == "all one" and found[1].to_dict() == measured
+    (tmp_path / "none.json").write_text(json.dumps({"devices": devices[1:]}))
+    with pytest.raises(InputError, match=r"none.json has 1 devices and no report of any"):
+        series.read_reports([tmp_path / "none.json"])
+
+
 def test_what_is_no_report_is_refused_and_nothing_written(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     page.write_text("old")

@@ -106,10 +106,10 @@ def _unfit(name: str, bundle: Bundle) -> InputError:
     kind = bundle.manifest.runtime
     fit = [*FIT.get(kind, ()), *(text for text, opens in TEXT_FIT.items() if opens == kind)]
     family, part = name.partition(":")[::2]
-    what = f"the runtime {name!r} cannot open this {kind} bundle"
-    if part and family in fit:
-        what = f"the runtime {family} takes nothing after a colon, and {name!r} has {part!r}"
-    return InputError(f"{what}; use {', '.join(fit[:-1])} or {fit[-1]}.")
+    reason = f" ({family} takes nothing after a colon)" if part and family in fit else ""
+    return InputError(
+        f"the runtime {name!r} cannot open this {kind} bundle; use {', '.join(fit[:-1])} or {fit[-1]}{reason}."
+    )
 
 
 def _usual(kind: str) -> str | None:
