@@ -262,6 +262,9 @@ def train(
         )
     if os.environ.get("RANK", "0") == "0" and not emit(json, report.to_dict()):
         console.print_training(report)
+    from pit_deploy.training.distributed import leave  # wants torch, which `train` asks for in a sentence
+
+    leave()
 
 
 @app.command(rich_help_panel="Checkpoints")

@@ -6,6 +6,7 @@ runs forward and backward. Retraction and projection work on the rows (see `stie
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,17 @@ def shard_(model: Any) -> Any:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def leave() -> None:
+    """End this process's part in a distributed launch, after all others have come this far; else do nothing.
+
+    What is left to the interpreter's end may abort there: gloo's threads then ask for a lock that is gone.
+    """
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        gc.collect()  # models and optimisers that nobody holds any more keep process groups alive
+        dist.destroy_process_group()
 
 
 def is_sharded(model: Any) -> bool:
