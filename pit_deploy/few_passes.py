@@ -1,12 +1,15 @@
 """A comparison for runtimes that take seconds for a token, such as those on an emulated processor.
 
-Most positions come from passes over several tokens, and a few are decoded one by one as well.
+Where a runtime gives the logits of all positions, most come from one pass over a prompt, and a few are decoded one by
+one as well. A runtime that gives the last position's alone decodes them all: in pieces of several tokens it would take
+as long, since an emulated processor is slow by the multiplication, and fewer would be compared.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeGuard
 
 import numpy as np
 
@@ -16,8 +19,6 @@ from pit_deploy.runtimes.base import FullRuntime, Runtime
 
 STEPS = 4
 """Tokens of a prompt that are decoded one by one."""
-PIECE = 8
-"""Tokens of a pass where a runtime gives the logits of the last one only."""
 GREEDY_TOKENS = 8
 LARGE_BYTES = 32 << 20
 """A model below it takes no more than moments on an emulated processor."""
@@ -62,35 +63,38 @@ def is_large(bundle: Bundle) -> bool:
     return sum(sizes) > LARGE_BYTES
 
 
-def wants_few_passes(runtime: Runtime) -> bool:
-    """Whether a runtime says of itself that it is too slow to decode every position."""
+def is_slow(runtime: Runtime) -> bool:
+    """Whether a runtime says of itself that it takes seconds for a token."""
     return bool(getattr(runtime, "few_passes", False))
 
 
+def wants_few_passes(runtime: Runtime) -> TypeGuard[FullRuntime]:
+    """Whether a slow runtime can be compared in few passes: it gives the logits of all positions."""
+    return is_slow(runtime) and isinstance(runtime, FullRuntime)
+
+
 def rows_of_prompt(
-    runtime: Runtime, ids: Sequence[int], compare: Callable[[int, np.ndarray], Row], tokens: int
+    runtime: FullRuntime, ids: Sequence[int], compare: Callable[[int, np.ndarray], Row], tokens: int
 ) -> tuple[list[Row], float]:
-    """The rows of a prompt's positions that could be compared, and how far one pass and steps differ.
+    """The rows of a prompt's positions, and how far one pass and steps differ.
 
     `compare` gives the row of a position and its logits. Of a position met in two ways the worse counts. The
     difference is over the first `tokens` logits.
     """
     runtime.reset()
-    passes = _passes(runtime, ids)
+    passes = runtime.all_logits(ids)
     runtime.reset()
-    rows = {offset: compare(offset, logits) for offset, logits in passes.items()}
+    rows = [compare(offset, logits) for offset, logits in enumerate(passes)]
     difference = 0.0
     last = runtime.prefill(ids)
-    rows[len(ids) - 1] = worse(rows[len(ids) - 1], compare(len(ids) - 1, last))
-    difference = max(difference, _apart(last, passes[len(ids) - 1], tokens))
+    rows[-1] = worse(rows[-1], compare(len(ids) - 1, last))
+    difference = max(difference, _apart(last, passes[-1], tokens))
     runtime.reset()
     for offset, id in enumerate(ids[:STEPS]):
         logits = runtime.decode(id)
-        row = compare(offset, logits)
-        rows[offset] = worse(rows[offset], row) if offset in rows else row
-        if offset in passes:
-            difference = max(difference, _apart(logits, passes[offset], tokens))
-    return [row for _, row in sorted(rows.items())], difference
+        rows[offset] = worse(rows[offset], compare(offset, logits))
+        difference = max(difference, _apart(logits, passes[offset], tokens))
+    return rows, difference
 
 
 def worse(a: Row, b: Row) -> Row:
@@ -98,23 +102,17 @@ def worse(a: Row, b: Row) -> Row:
     return max(a, b, key=lambda row: (not row[2], row[0], row[1]))
 
 
-def note(positions: int, greedy: int) -> str:
-    """What a report says of a comparison in few passes."""
-    return (
+def notes(runtime: Runtime, positions: int, greedy: int) -> list[str]:
+    """What a report says of a comparison that was cut because the runtime is slow."""
+    if not is_slow(runtime):
+        return []
+    cut = f"greedy decoding was cut to {greedy} tokens"
+    if not wants_few_passes(runtime):
+        return [f"an emulated processor is slow: {cut}"]
+    return [
         f"an emulated processor is slow: the {positions} positions come from passes over several tokens, and the first "
-        f"{STEPS} of each prompt were decoded one by one too; greedy decoding was cut to {greedy} tokens"
-    )
-
-
-def _passes(runtime: Runtime, ids: Sequence[int]) -> dict[int, np.ndarray]:
-    """Logits by offset: of all, or after every `PIECE` tokens and at the end where the runtime gives the last alone."""
-    if isinstance(runtime, FullRuntime):
-        return dict(enumerate(runtime.all_logits(ids)))
-    found = {}
-    for start in range(0, len(ids), PIECE):
-        piece = ids[start : start + PIECE]
-        found[start + len(piece) - 1] = runtime.prefill(piece)
-    return found
+        f"{STEPS} of each prompt were decoded one by one too; {cut}"
+    ]
 
 
 def _apart(a: np.ndarray, b: np.ndarray, tokens: int) -> float:

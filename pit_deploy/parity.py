@@ -297,20 +297,21 @@ def compare_with_golden(
     rows: list[few_passes.Row] = []
     lengths = []
     prefill = 0.0
-    one_by_one = not few_passes.wants_few_passes(runtime)
-    if not one_by_one:
+    if few_passes.is_slow(runtime):
         kept = few_passes.GREEDY_TOKENS
         margins = golden.greedy_margins[:kept]
         golden = replace(golden, greedy_ids=golden.greedy_ids[:kept], greedy_margins=margins)
-    rows_of_prompt = _rows_one_by_one if one_by_one else few_passes.rows_of_prompt
     for start, prompt in zip(golden.starts, golden.prompts, strict=True):
 
         def compare(offset: int, logits: np.ndarray, start: int = start) -> few_passes.Row:
-            if one_by_one:
-                progress("compare", start + offset + 1, golden.positions)
+            progress("compare", start + offset + 1, golden.positions)
             return compare_with_record(golden, start + offset, logits)
 
-        found, difference = rows_of_prompt(runtime, prompt.ids, compare, golden.tokenizer_length)
+        about = (prompt.ids, compare, golden.tokenizer_length)
+        if few_passes.wants_few_passes(runtime):
+            found, difference = few_passes.rows_of_prompt(runtime, *about)
+        else:
+            found, difference = _rows_one_by_one(runtime, *about)
         rows += found
         lengths.append(len(found))
         prefill = max(prefill, difference)
@@ -318,8 +319,7 @@ def compare_with_golden(
     report = _report(
         bundle, precision, end_ids, runtime, gate, "golden record", rows, lengths, prefill, golden
     )
-    if not one_by_one:
-        report.notes.append(few_passes.note(len(rows), report.greedy_tokens))
+    report.notes += few_passes.notes(runtime, len(rows), report.greedy_tokens)
     return report
 
 
