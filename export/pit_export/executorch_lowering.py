@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -125,7 +126,7 @@ def lower(
     from executorch.exir.passes import MemoryPlanningPass
     from executorch.exir.passes.sym_shape_eval_pass import ConstraintBasedSymShapeEvalPass
 
-    with _quiet(), torch.no_grad():
+    with _quiet(), _no_collector(), torch.no_grad():
         with shared_passes(enabled=shared and profile.backend == _XNNPACK):
             edge = _delegated(decoder, profile, metadata)
         written = edge.to_executorch(
@@ -181,6 +182,19 @@ def _operators(program: ExportedProgram) -> Lowered:
     return Lowered(
         delegates, {name: n for name, n in sorted(counts.items()) if name.split(".")[0] not in _DATA_MOVING}
     )
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Without Python's search for rings of references: millions of small objects live through a lowering, and the
+    search goes over all of them again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @contextmanager
