@@ -55,7 +55,7 @@ class Rotation:
         """`matrix @ R`, float64."""
         size = len(self.block)
         signed = matrix.astype(np.float64) * self.signs
-        mixed = signed.reshape(*matrix.shape[:-1], -1, size) @ self.block
+        mixed = signed.reshape(-1, size) @ self.block  # one product: numpy would do stacks one by one
         return mixed.reshape(matrix.shape)
 
     def rows(self, matrix: np.ndarray) -> np.ndarray:
