@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,15 @@ def _no_collector() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the remarks of libraries about themselves; errors are raised all the same."""
-    with warnings.catch_warnings(), without_output():
+    """Without the remarks of libraries about themselves; errors are raised all the same.
+
+    The partitioner of `mps` prints the whole graph, which would stand before what `--json` writes.
+    """
+    with (
+        Path(os.devnull).open("w") as nowhere,
+        redirect_stdout(nowhere),
+        warnings.catch_warnings(),
+        without_output(),
+    ):
         warnings.simplefilter("ignore")
         yield
