@@ -31,7 +31,8 @@ from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.nested import MISS_RATE, NestedHead
 from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import Encoder, QuantizationPlan
-from pit_deploy.quantize.sensitivity import WHOLE_ROW, PrecisionChoice
+from pit_deploy.quantize.precision_search import PrecisionChoice
+from pit_deploy.quantize.sensitivity import WHOLE_ROW
 from pit_deploy.quantize.smoothing import turned_projection
 from pit_deploy.reference import DRAWN_WINDOWS, HELD_OUT_TOKENS, Calibration, calibrate
 from pit_deploy.sample import cache_folder
@@ -162,10 +163,9 @@ def export(
                 held_out_tokens=HELD_OUT_TOKENS if options.shortlists else 0,
                 progress=progress,
             )
-        model = load_folded(checkpoint, _layout(options, checkpoint, exporter), progress=progress)
         work = _work_folder(source, options) if feeds_back else None
         model, plan, choice = quantized(
-            model,
+            load_folded(checkpoint, _layout(options, checkpoint, exporter), progress=progress),
             config,
             options,
             learned,
@@ -255,8 +255,10 @@ def quantized(
             ids = [i for i in learned.ids if i < model.vocab_size]
             return smoothed(model, plan, ids, progress), plan, None
         return rotated(model, block=plan.rotation_block), plan, None
+    handed_over = [model]
+    del model  # or its tables would stay in memory beside those of its other form
     result = quantize_model(
-        model,
+        handed_over.pop(),
         plan,
         learned.ids,
         States(learned.state_second_moment, learned.probabilities),

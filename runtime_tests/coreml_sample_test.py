@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 
 MB = 1e6
 LIMIT_SECONDS, LIMIT_BYTES = 300, 3000 * MB
-SEARCH_SECONDS, SEARCH_BYTES = 600, 3500 * MB
+FEEDBACK_SECONDS, FEEDBACK_BYTES = 600, 3500 * MB
+"""Of a search among blocks, which rounds every matrix twice with error feedback first."""
 
 
 def command(*arguments: str | Path) -> tuple[int, float, float]:
@@ -53,9 +54,9 @@ def checked(room: Path, pit: Path) -> Callable[..., tuple[Path, dict[str, Any]]]
         wall = time.perf_counter() - start
         print(f"\n{name}: export {seconds:.0f} s of CPU, {wall:.0f} s, peak {peak / MB:.0f} MB")
         assert status == 0
-        searches = "--max-kl" in options
-        assert seconds <= (SEARCH_SECONDS if searches else LIMIT_SECONDS)
-        assert peak <= (SEARCH_BYTES if searches else LIMIT_BYTES)
+        feeds_back = "--max-kl" in options and "neural_engine" not in options
+        assert seconds <= (FEEDBACK_SECONDS if feeds_back else LIMIT_SECONDS)
+        assert peak <= (FEEDBACK_BYTES if feeds_back else LIMIT_BYTES)
         status, seconds, peak = command("verify", bundle, "--json", report)
         found: dict[str, Any] = json.loads(report.read_text())
         print(

@@ -32,7 +32,7 @@ from pit_export import coreml_layouts  # noqa: E402
 from pit_export.backbone import Backbone  # noqa: E402
 from pit_export.coreml import CoreMLExporter  # noqa: E402
 from pit_export.coreml_checks import Place, check_packages, check_same_states  # noqa: E402
-from pit_export.coreml_weights import Palette, palettized  # noqa: E402
+from pit_export.coreml_weights import LEVELS, Palette, palettized  # noqa: E402
 
 CONTEXT = 96
 PROFILES = ("cpu_gpu", "neural_engine", "stateless")
@@ -326,6 +326,45 @@ def test_palettes(llama, exported):
     odd = palettized(weight[:7], 8)
     assert len(odd.palettes) == 1
     np.testing.assert_array_equal(odd.rows(slice(2, 5)).dequantize(), odd.dequantize()[2:5])
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_palettes_have_the_nearest_numbers_and_their_means(bits):
+    rng = np.random.default_rng(3)
+    weight = rng.standard_t(5, (32 * 17, 24)).astype(np.float16)
+    weight[40] = 0  # a row without a scale
+    palette = palettized(weight, bits)
+    parts = [palettized(weight[start : start + 32], bits) for start in range(0, len(weight), 32)]
+    np.testing.assert_array_equal(palette.palettes, np.concatenate([part.palettes for part in parts]))
+    np.testing.assert_array_equal(palette.indices, np.concatenate([part.indices for part in parts]))
+    np.testing.assert_array_equal(palette.scales, np.concatenate([part.scales for part in parts]))
+    scaled = (weight / palette.scales).astype(np.float16).astype(np.float64)
+    numbers = palette.palettes.astype(np.float64)
+    assert (np.diff(numbers, axis=1) >= 0).all() and np.abs(numbers).max() <= 1
+    for group, own, indices in zip(
+        scaled.reshape(17, -1), numbers, palette.indices.reshape(17, -1), strict=True
+    ):
+        distance = np.abs(group[:, None] - own)
+        np.testing.assert_array_equal(distance[np.arange(len(group)), indices], distance.min(axis=1))
+        if bits == 4:  # many weights a number: near the end of Lloyd's algorithm
+            means = [group[indices == n].mean() if (indices == n).any() else own[n] for n in range(16)]
+            np.testing.assert_allclose(own, means, atol=0.02)
+    expected = np.take_along_axis(
+        np.repeat(palette.palettes, 32, axis=0), palette.indices.astype(np.int64), axis=1
+    )
+    np.testing.assert_array_equal(palette.dequantize(), (expected * palette.scales).astype(np.float32))
+
+
+@pytest.mark.parametrize("value", [0.0, -3.0, 6e-8, 65504.0])
+def test_palettes_of_one_number_are_exact(value):
+    weight = np.full((32, 8), value, np.float16)
+    np.testing.assert_array_equal(palettized(weight, 4).dequantize(), weight)
+
+
+def test_levels_are_the_numbers_of_float16_up_to_one():
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    every = every[np.abs(every) <= 1]
+    np.testing.assert_array_equal(np.sort(every.astype(np.float64)), LEVELS)
 
 
 def test_a_mixed_plan(llama, exported):

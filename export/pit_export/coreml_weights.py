@@ -17,9 +17,14 @@ from pit_export.coreml_graph import Constant
 PALETTE_ROWS = 32
 """Rows of a matrix that share a palette."""
 _BITS = {"int8": 8, "int4": 4}
-_ROUNDS = 20
+_ROUNDS, _BINS = 20, 1024
+_GROUPS_AT_ONCE, _ROWS_AT_ONCE = 16, 1024
 PALETTE_BITS = (4, 6, 8)
 """Palettes that a search chooses from; Core ML has others, of 3 bits and fewer."""
+_POSITIVE = np.arange(np.float16(1).view(np.uint16) + 1, dtype=np.uint16).view(np.float16).astype(np.float64)
+LEVELS = np.concatenate([-_POSITIVE[::-1], _POSITIVE])
+"""The numbers from -1 to 1 that float16 has, ascending, zero twice: scaled weights are all of them, so that they are
+counted and not sorted."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,16 @@ class Palette:
 
     def dequantize(self) -> np.ndarray:
         """The float32 matrix that it stands for, rounded to float16 as the program has it."""
+        import torch
+
         size = len(self.indices) // len(self.palettes)
-        numbers = self.palettes[np.arange(len(self.indices))[:, None] // size, self.indices]
-        values: np.ndarray = (numbers * self.scales).astype(np.float32)
+        numbers = self.palettes.astype(np.float32).repeat(size, axis=0) * self.scales.astype(np.float32)
+        scaled = torch.from_numpy(numbers).half().float()  # of each row; the products are exact before
+        values = np.empty(self.indices.shape, np.float32)
+        for start in range(0, len(values), _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            indices = torch.from_numpy(self.indices[rows]).long()
+            torch.gather(scaled[rows], 1, indices, out=torch.from_numpy(values[rows]))
         return values
 
 
@@ -185,35 +197,67 @@ def encode_palette(name: str, weight: np.ndarray, bits: int) -> Palette:
 def palettized(matrix: np.ndarray, bits: int) -> Palette:
     """A float16 matrix with a palette of `2**bits` numbers for every `PALETTE_ROWS` rows, or one for all of them."""
     rows = PALETTE_ROWS if len(matrix) % PALETTE_ROWS == 0 else len(matrix)
-    scales = np.abs(matrix).max(axis=1, keepdims=True)
+    parts = [
+        _fitted(matrix[start : start + rows * _GROUPS_AT_ONCE], rows, 1 << bits)
+        for start in range(0, len(matrix), rows * _GROUPS_AT_ONCE)
+    ]
+    indices, palettes, scales = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return Palette(indices, palettes, scales)
+
+
+def _fitted(matrix: np.ndarray, rows: int, count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Indices, palettes and scales of some groups of `rows` rows: see `Palette`."""
+    values = matrix.astype(np.float32)
+    scales = np.abs(values).max(axis=1, keepdims=True)
     scales[scales == 0] = 1
-    matrix = (matrix.astype(np.float32) / scales.astype(np.float32)).astype(np.float16)
-    values = matrix.astype(np.float32).reshape(len(matrix) // rows, -1)
-    palettes = np.stack([_fitted_palette(group, 1 << bits) for group in values]).astype(np.float16)
-    pairs = zip(values, palettes.astype(np.float32), strict=True)
-    indices = np.stack([np.searchsorted(_between(palette), group) for group, palette in pairs])
-    return Palette(indices.astype(np.uint8).reshape(matrix.shape), palettes, scales)
+    values /= scales
+    groups, levels = len(matrix) // rows, len(LEVELS)
+    places = _places(values.astype(np.float16)).reshape(groups, -1) + levels * np.arange(groups)[:, None]
+    numbers = np.bincount(places.ravel(), minlength=groups * levels).reshape(groups, levels)
+    palettes = _fitted_palettes(numbers, count).astype(np.float16)
+    steps = np.zeros((groups, levels + 1), np.uint8)
+    bounds = np.searchsorted(LEVELS, _between(palettes.astype(np.float32)), side="right")
+    np.add.at(steps, (np.arange(groups)[:, None], bounds), 1)
+    nearest = np.cumsum(steps[:, :-1], axis=1, dtype=np.uint8)  # of each level
+    return nearest.ravel()[places].reshape(matrix.shape), palettes, scales.astype(np.float16)
 
 
-def _fitted_palette(values: np.ndarray, count: int) -> np.ndarray:
-    """`count` numbers, ascending, that are near the best for `values`: each is the mean of those nearest to it."""
-    ordered = np.sort(values)
-    sums = np.concatenate([[0.0], np.cumsum(ordered, dtype=np.float64)])
+def _places(values: np.ndarray) -> np.ndarray:
+    """Where float16 numbers from -1 to 1 are in `LEVELS`."""
+    bits = values.view(np.int16)
+    return np.where(bits < 0, -1 - (bits & 0x7FFF), bits).astype(np.int64) + len(LEVELS) // 2
+
+
+def _fitted_palettes(numbers: np.ndarray, count: int) -> np.ndarray:
+    """`count` numbers a group, ascending, that are near the best for its weights: each is the mean of those nearest to
+    it. `numbers` [groups, levels] says how many weights are of each of the `LEVELS`."""
+    groups, levels = numbers.shape
+    below = np.zeros((groups, levels + 1), np.int64)
+    sums = np.zeros((groups, levels + 1))
+    np.cumsum(numbers, axis=1, out=below[:, 1:])
+    np.cumsum(numbers * LEVELS, axis=1, out=sums[:, 1:])
     # Where values are dense by the density's cube root: the best levels in the limit of many.
-    numbers, edges = np.histogram(ordered, bins=1024)
-    share = np.concatenate([[0.0], np.cumsum(np.cbrt(numbers))])
-    palette = np.interp((np.arange(count) + 0.5) / count * share[-1], share, edges)
+    used = numbers > 0
+    ends = LEVELS[used.argmax(axis=1)], LEVELS[levels - 1 - used[:, ::-1].argmax(axis=1)]
+    edges = np.linspace(*ends, _BINS + 1, axis=1)
+    places = np.searchsorted(LEVELS, edges)
+    places[:, -1] = levels
+    density = np.cbrt(np.diff(np.take_along_axis(below, places, axis=1), axis=1))
+    share = np.pad(np.cumsum(density, axis=1), ((0, 0), (1, 0)))
+    middles = (np.arange(count) + 0.5) / count
+    palettes = np.stack([np.interp(middles * s[-1], s, e) for s, e in zip(share, edges, strict=True)])
     for _ in range(_ROUNDS):
-        bounds = np.searchsorted(ordered, _between(palette))
-        first, last = np.concatenate([[0], bounds]), np.concatenate([bounds, [len(ordered)]])
-        means = (sums[last] - sums[first]) / np.maximum(last - first, 1)
-        palette = np.where(last > first, means, palette)
-    return palette
+        inner = np.searchsorted(LEVELS, _between(palettes), side="right")
+        bounds = np.pad(inner, ((0, 0), (1, 1)), constant_values=((0, 0), (0, levels)))
+        members = np.diff(np.take_along_axis(below, bounds, axis=1), axis=1)
+        means = np.diff(np.take_along_axis(sums, bounds, axis=1), axis=1) / np.maximum(members, 1)
+        palettes = np.where(members > 0, means, palettes)
+    return palettes
 
 
-def _between(palette: np.ndarray) -> np.ndarray:
+def _between(palettes: np.ndarray) -> np.ndarray:
     """Where the nearest number changes."""
-    middle: np.ndarray = (palette[1:] + palette[:-1]) / 2
+    middle: np.ndarray = (palettes[:, 1:] + palettes[:, :-1]) / 2
     return middle
 
 

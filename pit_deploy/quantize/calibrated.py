@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pit_deploy.errors import InputError
 from pit_deploy.folding import FoldedModel, SharedTable, UntiedTables
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.basis import noise_factor, token_second_moment
@@ -25,9 +27,13 @@ from pit_deploy.quantize.hessians import (
 )
 from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import Encoder, QuantizationPlan, Rounded
-from pit_deploy.quantize.sensitivity import FLOAT_BITS, PrecisionChoice, Trial, choose_precision
+from pit_deploy.quantize.precision_search import PrecisionChoice, choose_precision
+from pit_deploy.quantize.sensitivity import FLOAT_BITS, Trial
 from pit_deploy.quantize.smoothing import balanced, rotated
 from pit_deploy.quantize.tensor import QuantizedTensor, row_chunks
+
+if TYPE_CHECKING:
+    from pit_deploy.runtimes.torch import TorchRuntime
 
 BITS = {"int8": 8, "int4": 4}
 EMBEDDING, HEAD, SHARED = "model.embed_tokens.weight", "lm_head.weight", "pit.table"
@@ -88,6 +94,11 @@ def quantize_model(
     ids = [i for i in ids if i < model.vocab_size]
     window = min(WINDOW, int(model.config.get("max_position_embeddings", WINDOW)))
     seen, unseen = held_out_windows(ids, every=_HELD_OUT, window=window) if search else (ids, [])
+    if search and not unseen:
+        raise InputError(
+            f"the calibration text has {len(ids)} tokens of this model and a search keeps one in {_HELD_OUT} to "
+            f"measure with; give a text of at least {_HELD_OUT} tokens."
+        )
     windows = calibration_windows(seen, tokens=tokens, window=window)
     tables = _tables(model, states)  # their moments hold for the states as they were before a rotation
     if smooth and (plan.weights in BITS or search):
@@ -96,9 +107,11 @@ def quantize_model(
     candidates = (encoder.bits if encoder else (4, 8)) if search else ()
     weight_bits = () if encoder else candidates or _bits(plan.weights)
     table_bits = () if encoder else candidates or _bits(plan.tables)
-    prepared: dict[str, Mapping[int, Rounded]] = (
-        {} if encoder is None else _encoded(reference, encoder, progress)
-    )
+    prepared: dict[str, Mapping[int, Rounded]] = {}
+    runtime = None
+    if encoder is not None:
+        runtime = open_folded(reference)
+        prepared = _encoded(reference, runtime, encoder, progress)
     for name, moment in tables.items() if table_bits else ():
         progress("tables", 0, 1)
         table = _table(model, name)
@@ -108,20 +121,25 @@ def quantize_model(
         }
         progress("tables", 1, 1)
     if weight_bits:
-        runtime = open_folded(reference)
         options = [_options(plan, bits) for bits in weight_bits]
         layers = quantize_layers(
-            runtime, windows, lambda name: options, feedback=feedback, work=work, progress=progress
+            open_folded(reference),
+            windows,
+            lambda name: options,
+            feedback=feedback,
+            work=work,
+            progress=progress,
         )
-        del runtime
         for name, tensors in layers.items():
             prepared[name] = dict(zip(weight_bits, tensors, strict=True))
     if not search:
         chosen = {name: next(iter(tensors.values())) for name, tensors in prepared.items()}
         return Quantized(model, replace(plan, errors=[], prepared=chosen))
     trial_windows = calibration_windows(unseen, tokens=SEARCH_TOKENS, window=window)
-    trial = Trial(open_folded(reference), trial_windows, prepared, activations=activations)
-    groups = trial.groups((*candidates, FLOAT_BITS) if keep_float else candidates, progress)
+    trial = Trial(runtime or open_folded(reference), trial_windows, prepared, activations=activations)
+    del runtime  # the search lets go of its floats
+    bits = (*candidates, FLOAT_BITS) if keep_float else candidates
+    groups = trial.groups(bits, progress, by_layer=encoder is not None)
     choice = choose_precision(
         groups,
         trial.of_groups(groups),
@@ -145,12 +163,12 @@ def quantize_model(
     )
 
 
-def _encoded(model: FoldedModel, encoder: Encoder, progress: Progress) -> dict[str, Mapping[int, Rounded]]:
-    """Every matrix in each of the encoder's precisions."""
-    from pit_deploy.runtimes.torch import open_folded
-
+def _encoded(
+    model: FoldedModel, runtime: TorchRuntime, encoder: Encoder, progress: Progress
+) -> dict[str, Mapping[int, Rounded]]:
+    """Every matrix in each of the encoder's precisions; `runtime` runs `model`."""
     jobs = [(name, _table(model, name)) for name in _tables(model, None)]
-    for number, layer in enumerate(open_folded(model).decoder.layers):
+    for number, layer in enumerate(runtime.decoder.layers):
         jobs += [
             (f"model.layers.{number}.{name}.weight", module.weight.detach().float().numpy())
             for name, module in layer.named_modules()

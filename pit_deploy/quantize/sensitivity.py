@@ -1,9 +1,7 @@
-"""Which precision each group of matrices needs: the smallest artifact inside a gate on KL, or the best in a size.
+"""What each group of matrices costs the model in few bits: its KL against the float model on some windows of text.
 
-Each group is tried alone in its coarser precision and the KL against the float model is measured. Groups then
-go down in the order of KL per byte saved. Effects don't add exactly, so the cut is found by measuring joint
-choices (bisection), and what is returned has been measured as a whole. A token table is too large a step for
-that line: each of its states gets a line of its own, and the best of them is taken.
+Each group is tried alone in its coarser precision (`Trial.groups`), and joint choices as the search asks for them
+(`precision_search`).
 """
 
 from __future__ import annotations
@@ -11,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pit_deploy.errors import InputError
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.hessians import GROUPS
 from pit_deploy.quantize.plan import Rounded
+from pit_deploy.quantize.precision_search import Group
 
 if TYPE_CHECKING:
     import torch
@@ -25,196 +22,11 @@ if TYPE_CHECKING:
     from pit_deploy.runtimes.torch import TorchRuntime
 
 FLOAT_BITS = 32
-LARGE = 0.05  # share of all that can be saved, from which on a group is tried in each of its states
-MAX_LARGE = 2
 TABLE = "table"
 RANKING_WINDOWS = 2
+_ROWS_AT_ONCE = 32
 WHOLE_ROW = 2**31
 """A block of activations that no row is longer than: one scale a token."""
-
-
-@dataclass(frozen=True)
-class Group:
-    """Tensors that change precision together. `nbytes` and `kl` go by bits: the size, and the KL against the
-    float model where this group alone has these bits."""
-
-    name: str
-    tensors: tuple[str, ...]
-    nbytes: Mapping[int, int]
-    kl: Mapping[int, float]
-
-
-@dataclass(frozen=True)
-class GroupChoice:
-    """A row of the table of choices. `kl` is of the group alone in `bits`."""
-
-    group: str
-    bits: int
-    nbytes: int
-    kl: float
-
-
-@dataclass(frozen=True)
-class PrecisionChoice:
-    """Bits of each tensor by name (32 stands for float), and what the choice costs as a whole.
-
-    `kl` was measured with all of them in place; `nbytes` counts the groups' tensors and `fixed_bytes`.
-    """
-
-    bits: dict[str, int]
-    groups: tuple[GroupChoice, ...]
-    kl: float
-    nbytes: int
-    max_kl: float | None = None
-    max_bytes: int | None = None
-    trials: tuple[tuple[int, float], ...] = field(default=())
-    """Bytes and KL of each joint choice that was measured."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, for manifest and report."""
-        return {
-            **asdict(self),
-            "groups": [asdict(g) for g in self.groups],
-            "trials": [list(t) for t in self.trials],
-        }
-
-
-def choose_precision(
-    groups: Sequence[Group],
-    measure: Callable[[Mapping[str, int]], float],
-    *,
-    max_kl: float | None = None,
-    max_bytes: int | None = None,
-    fixed_bytes: int = 0,
-    progress: Progress = silent,
-) -> PrecisionChoice:
-    """The smallest choice with `measure(bits by group) <= max_kl`, or the best one of at most `max_bytes`.
-
-    All groups start in their finest precision. Raises `InputError` where even that is above `max_kl` (with
-    the KL it has) or the coarsest is above `max_bytes` (with its size), or where not exactly one is given.
-    """
-    if (max_kl is None) == (max_bytes is None):
-        raise InputError(
-            "give one of --max-kl and --max-bytes: the search keeps the one and minimises the other."
-        )
-    large, small = _by_size(groups)
-    best: PrecisionChoice | None = None
-    trials: list[tuple[int, float]] = []
-    finest: float | None = None
-    for combination in itertools.product(*(sorted(group.nbytes, reverse=True) for group in large)):
-        fixed = {group.name: bits for group, bits in zip(large, combination, strict=True)}
-        search = _Search(groups, fixed, _moves(small), measure, fixed_bytes, trials, progress)
-        count = search.largest_within(max_bytes) if max_kl is None else search.smallest_within(max_kl)
-        finest = search.known.get(0) if finest is None else finest
-        if count is None:
-            continue
-        found = search.choice(count, max_kl, max_bytes)
-        if best is None or (found.kl < best.kl if max_kl is None else found.nbytes < best.nbytes):
-            best = found
-    if best is not None:
-        return replace(best, trials=tuple(trials))
-    if max_bytes is not None:
-        least = fixed_bytes + sum(min(group.nbytes.values()) for group in groups)
-        raise InputError(f"--max-bytes {max_bytes} cannot be met: the smallest choice has {least} bytes.")
-    raise InputError(
-        f"--max-kl {max_kl:g} cannot be met: the best reached is {finest:.3g}, with "
-        f"{max(max(group.nbytes) for group in groups)}-bit tensors throughout."
-    )
-
-
-class _Search:
-    """Choices along one line: the large groups `fixed`, the others going down move by move."""
-
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        fixed: Mapping[str, int],
-        moves: Sequence[tuple[str, int]],
-        measure: Callable[[Mapping[str, int]], float],
-        fixed_bytes: int,
-        trials: list[tuple[int, float]],
-        progress: Progress,
-    ) -> None:
-        self.groups, self.fixed, self.moves = groups, fixed, moves
-        self.measure, self.fixed_bytes = measure, fixed_bytes
-        self.trials, self.progress = trials, progress
-        self.known: dict[int, float] = {}
-
-    def bits(self, count: int) -> dict[str, int]:
-        bits = {group.name: max(group.nbytes) for group in self.groups} | dict(self.fixed)
-        bits.update(self.moves[:count])  # later moves of a group go further down
-        return bits
-
-    def nbytes(self, count: int) -> int:
-        bits = self.bits(count)
-        return self.fixed_bytes + sum(group.nbytes[bits[group.name]] for group in self.groups)
-
-    def kl(self, count: int) -> float:
-        if count not in self.known:
-            self.known[count] = self.measure(self.bits(count))
-            self.trials.append((self.nbytes(count), self.known[count]))
-            self.progress("search", len(self.trials), len(self.trials) + 1)
-        return self.known[count]
-
-    def largest_within(self, max_bytes: int | None) -> int | None:
-        """The fewest moves that fit into `max_bytes`."""
-        assert max_bytes is not None
-        return next((n for n in range(len(self.moves) + 1) if self.nbytes(n) <= max_bytes), None)
-
-    def smallest_within(self, max_kl: float) -> int | None:
-        """The most moves inside the gate, by bisection: what is returned has been measured."""
-        if not self.kl(0) <= max_kl:
-            return None
-        low, high = 0, len(self.moves) + 1  # low is inside the gate; high is outside, or past the end
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.kl(middle) <= max_kl else (low, middle)
-        return low
-
-    def choice(self, count: int, max_kl: float | None, max_bytes: int | None) -> PrecisionChoice:
-        chosen = self.bits(count)
-        rows = [(group, chosen[group.name]) for group in self.groups]
-        return PrecisionChoice(
-            bits={name: bits for group, bits in rows for name in group.tensors},
-            groups=tuple(
-                GroupChoice(g.name, bits, g.nbytes[bits], float(g.kl.get(bits, 0.0))) for g, bits in rows
-            ),
-            kl=self.kl(count),
-            nbytes=self.nbytes(count),
-            max_kl=max_kl,
-            max_bytes=max_bytes,
-        )
-
-
-def _by_size(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
-    """Groups so large that one step overshoots any target, of which all states are tried; and the others."""
-    spans = [max(group.nbytes.values()) - min(group.nbytes.values()) for group in groups]
-    limit = LARGE * sum(spans)
-    large = sorted((s, n) for n, s in enumerate(spans) if s > limit)[-MAX_LARGE:] if len(groups) > 8 else []
-    chosen = {n for _, n in large}
-    return (
-        [group for n, group in enumerate(groups) if n in chosen],
-        [group for n, group in enumerate(groups) if n not in chosen],
-    )
-
-
-def _moves(groups: Sequence[Group]) -> list[tuple[str, int]]:
-    """Steps to fewer bits, the cheapest in KL per byte first; a group's steps stay in their order.
-
-    Where a later step is cheaper than the one before it, both are taken as one.
-    """
-    found: list[tuple[float, int, str, int]] = []
-    for number, group in enumerate(groups):
-        ladder = sorted(group.nbytes, reverse=True)
-        steps: list[tuple[float, float, int]] = []  # KL, bytes, bits reached
-        for finer, coarser in itertools.pairwise(ladder):
-            cost: float = max(group.kl.get(coarser, 0.0) - group.kl.get(finer, 0.0), 0.0)
-            saved: float = group.nbytes[finer] - group.nbytes[coarser]
-            while steps and cost * steps[-1][1] < steps[-1][0] * saved:
-                cost, saved = cost + steps[-1][0], saved + steps.pop()[1]
-            steps.append((cost, saved, coarser))
-        found += [(cost / max(saved, 1), number, group.name, bits) for cost, saved, bits in steps]
-    return [(name, bits) for _, _, name, bits in sorted(found, key=lambda move: (move[0], move[1], -move[3]))]
 
 
 class Trial:
@@ -233,19 +45,22 @@ class Trial:
         *,
         activations: int | None = None,
     ) -> None:
+        import torch
+
         self.runtime, self.windows, self.tensors = runtime, windows, tensors
         self.activations = activations
         self.layers: Any = runtime.decoder.layers
         self._modules = {name: _owners(runtime, name) for name in tensors}
         self._float = {name: owners[0].weight.data for name, owners in self._modules.items()}
-        self._states: list[list[torch.Tensor]] = []  # by window and layer
+        self._placed: dict[str, int] = {}  # bits of what is exchanged now
+        self._states: list[list[torch.Tensor]] = []  # by window and layer, the final norm last
         self._reference: list[torch.Tensor] = []
         for window in windows:
             states: list[torch.Tensor] = []
             with contextlib.ExitStack() as hooks:
-                for layer in self.layers:
-                    hooks.enter_context(_inputs(layer, states))
-                self._reference.append(self._log_probabilities(window))
+                for module in (*self.layers, runtime.decoder.norm):
+                    hooks.enter_context(_inputs(module, states))
+                self._reference.append(torch.log_softmax(self._logits(window), -1))
             self._states.append(states)
 
     def kl(
@@ -254,67 +69,119 @@ class Trial:
         *,
         float_activations: bool = False,
         windows: Sequence[int] | None = None,
+        keep: bool = False,
     ) -> tuple[float, float]:
         """Mean KL and top-1 agreement with the float model, the tensors in `bits` exchanged, others float.
 
-        On all windows, or on those of the given numbers.
+        On all windows, or on those of the given numbers. With `keep` the tensors stay in place until the next call,
+        which exchanges no more than it must.
         """
+        import torch
+
         numbers = range(len(self.windows)) if windows is None else windows
         changed = [name for name, count in bits.items() if count != FLOAT_BITS]
         activations = None if float_activations else self.activations
         first = 0 if activations else min((_layer_of(name) for name in changed), default=0)
         total, agree, positions = 0.0, 0, 0
         try:
-            for name in changed:
-                self._put(name, self.tensors[name][bits[name]])
+            self._place(bits)
             with contextlib.ExitStack() as stack:
                 if activations is not None:
                     stack.enter_context(simulated_activations(self.runtime, activations))
                 for number in numbers:
                     window, states = self.windows[number], self._states[number]
-                    reference = self._reference[number]
                     with _start_at(self.layers, first, states[first] if first > 0 else None):
-                        found = self._log_probabilities(window)
-                    total += float((reference.exp() * (reference - found)).sum())
-                    agree += int((reference.argmax(-1) == found.argmax(-1)).sum())
+                        logits = self._logits(window)
+                    parts = zip(
+                        self._reference[number].split(_ROWS_AT_ONCE), logits.split(_ROWS_AT_ONCE), strict=True
+                    )
+                    for reference, part in parts:  # whole windows would be several large temporaries
+                        found = torch.log_softmax(part, -1)
+                        total += float((reference.exp() * (reference - found)).sum())
+                        agree += int((reference.argmax(-1) == found.argmax(-1)).sum())
                     positions += len(window)
         finally:
-            for name in changed:
-                for module in self._modules[name]:
-                    module.weight.data = self._float[name]
+            if not keep:
+                self._place({})
         return total / positions, agree / positions
 
-    def groups(self, candidates: Sequence[int], progress: Progress = silent) -> list[Group]:
+    def groups(
+        self, candidates: Sequence[int], progress: Progress = silent, *, by_layer: bool = False
+    ) -> list[Group]:
         """The model's groups with sizes and KL. `candidates` are the bits to choose from, 32 among them where tensors
         may stay float.
 
         The finest of them counts as free. The coarsest is measured, on a part of the windows, and those between
         follow from it by the square of their rounding errors: it ranks, and what is chosen is measured on all.
+        With `by_layer` the groups of a layer are measured together, which takes a third of the time, and share the KL
+        by what each of them does to the layer's output.
         """
         found: list[Group] = []
         members = group_tensors(list(self.tensors))
         coarsest, *between = sorted(set(candidates))[:-1]
-        start = max(0, (len(self.windows) - RANKING_WINDOWS) // 2)
-        some = range(len(self.windows))[start : start + RANKING_WINDOWS]
-        for number, (name, tensors) in enumerate(members.items()):
-            progress("sensitivity", number, len(members))
-            sizes = {bits: sum(self._nbytes(tensor, bits) for tensor in tensors) for bits in candidates}
-            # Rounded activations cost the same in each of these, and would hide what the group itself does.
-            coarse = dict.fromkeys(tensors, coarsest)
-            kl = {coarsest: self.kl(coarse, float_activations=True, windows=some)[0]}
-            if between:
-                energy = {
-                    bits: sum(self._error(tensor, bits) for tensor in tensors)
-                    for bits in (coarsest, *between)
-                }
-                kl |= {bits: kl[coarsest] * energy[bits] / max(energy[coarsest], 1e-30) for bits in between}
-            found.append(Group(name, tensors, sizes, kl))
-        progress("sensitivity", len(members), len(members))
+        parts = list(_of_layers(members) if by_layer else ((name,) for name in members))
+        for number, names in enumerate(parts):
+            progress("sensitivity", number, len(parts))
+            effects = self._effects({name: members[name] for name in names}, coarsest)
+            for name in names:
+                tensors = members[name]
+                sizes = {bits: sum(self._nbytes(tensor, bits) for tensor in tensors) for bits in candidates}
+                kl = {coarsest: effects[name]}
+                if between:
+                    energy = {
+                        bits: sum(self._error(tensor, bits) for tensor in tensors)
+                        for bits in (coarsest, *between)
+                    }
+                    kl |= {
+                        bits: kl[coarsest] * energy[bits] / max(energy[coarsest], 1e-30) for bits in between
+                    }
+                found.append(Group(name, tensors, sizes, kl))
+        progress("sensitivity", len(parts), len(parts))
         return found
 
+    def _effects(self, members: Mapping[str, Sequence[str]], bits: int) -> dict[str, float]:
+        """What each of these groups, of one layer if they are several, adds to the KL."""
+        start = max(0, (len(self.windows) - RANKING_WINDOWS) // 2)
+        some = range(len(self.windows))[start : start + RANKING_WINDOWS]
+        every = {tensor: bits for tensors in members.values() for tensor in tensors}
+        # Rounded activations cost the same in each of these, and would hide what the group itself does.
+        kl = self.kl(every, float_activations=True, windows=some)[0]
+        if len(members) == 1:
+            return dict.fromkeys(members, kl)
+        errors = {
+            name: self._output_error(dict.fromkeys(tensors, bits), some) for name, tensors in members.items()
+        }
+        return {name: kl * error / max(sum(errors.values()), 1e-30) for name, error in errors.items()}
+
+    def _output_error(self, bits: Mapping[str, int], windows: Sequence[int]) -> float:
+        """Square of the change of a layer's output over the output's, summed over tokens, its tensors in `bits`
+        exchanged: the next norm divides each token by its own size."""
+        number = min(map(_layer_of, bits))
+        total = 0.0
+        try:
+            self._place(bits)
+            for window in windows:
+                states = self._states[window]
+                found: list[torch.Tensor] = []
+                with contextlib.ExitStack() as stack, contextlib.suppress(_Stop):
+                    stack.enter_context(_start_at(self.layers, number, states[number] if number else None))
+                    stack.enter_context(_only_until(self.layers[number], found))
+                    self._logits(self.windows[window])
+                exact = states[number + 1]
+                change = (found[0] - exact).pow(2).sum(-1)
+                total += float((change / exact.pow(2).sum(-1).clamp(min=1e-30)).sum())
+        finally:
+            self._place({})
+        return total
+
     def of_groups(self, groups: Sequence[Group]) -> Callable[[Mapping[str, int]], float]:
-        """`measure` for `choose_precision`."""
-        return lambda bits: self.kl({t: bits[g.name] for g in groups for t in g.tensors})[0]
+        """`measure` for `choose_precision`. Floats that no group may keep are let go, so that nothing else can be
+        measured afterwards."""
+        for group in groups:
+            if FLOAT_BITS not in group.nbytes:
+                for name in group.tensors:
+                    del self._float[name]
+        return lambda bits: self.kl({t: bits[g.name] for g in groups for t in g.tensors}, keep=True)[0]
 
     def _nbytes(self, name: str, bits: int) -> int:
         if bits == FLOAT_BITS:
@@ -326,19 +193,30 @@ class Trial:
         difference = self.tensors[name][bits].dequantize() - self._float[name].numpy()
         return float((difference * difference).sum())
 
-    def _put(self, name: str, tensor: Rounded) -> None:
+    def _place(self, bits: Mapping[str, int]) -> None:
+        """Exchange the tensors in `bits`, and put back what else is exchanged."""
         import torch
 
-        value = torch.from_numpy(tensor.dequantize())
+        wanted = {name: count for name, count in bits.items() if count != FLOAT_BITS}
+        for name in self._placed.keys() - wanted.keys():
+            self._set(name, self._float[name])
+            del self._placed[name]
+        for name, count in wanted.items():
+            if self._placed.get(name) != count:
+                self._set(name, torch.empty(0))  # lets go of a table before the next one is made
+                self._placed[name] = count
+                self._set(name, torch.from_numpy(self.tensors[name][count].dequantize()))
+
+    def _set(self, name: str, value: torch.Tensor) -> None:
         for module in self._modules[name]:
             module.weight.data = value
 
-    def _log_probabilities(self, window: Sequence[int]) -> torch.Tensor:
+    def _logits(self, window: Sequence[int]) -> torch.Tensor:
         import torch
 
         with torch.no_grad():
             logits = self.runtime.model(input_ids=torch.tensor([list(window)]), use_cache=False).logits[0]
-            return torch.log_softmax(logits.float(), -1)
+            return logits.float()
 
 
 def group_tensors(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -402,6 +280,31 @@ def _owners(runtime: TorchRuntime, name: str) -> list[Any]:
 def _layer_of(name: str) -> int:
     """The first layer that a tensor can change; a head changes none, but is counted from the start."""
     return int(name.split(".")[2]) if name.startswith("model.layers.") else -1
+
+
+def _of_layers(groups: Sequence[str] | Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The groups of each layer together; what is outside the layers alone."""
+    for _, names in itertools.groupby(groups, key=lambda name: name.rpartition(".")[0] or name):
+        yield tuple(names)
+
+
+class _Stop(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def _only_until(layer: Any, found: list[torch.Tensor]) -> Iterator[None]:
+    """Keep a layer's output and end the pass there, with `_Stop`."""
+
+    def hook(_: Any, args: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+        raise _Stop
+
+    handle = layer.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextlib.contextmanager

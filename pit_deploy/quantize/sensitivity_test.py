@@ -1,5 +1,4 @@
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 from pit_deploy.checkpoint import open_checkpoint
 from pit_deploy.errors import InputError
 from pit_deploy.folding import load_folded
+from pit_deploy.quantize.options import QuantizationOptions
 from pit_deploy.quantize.plan import QuantizationPlan
-from pit_deploy.quantize.sensitivity import Group, choose_precision
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -20,53 +19,6 @@ from pit_deploy.quantize.sensitivity import WHOLE_ROW, Trial, group_tensors, rou
 from pit_deploy.runtimes.torch import open_folded  # noqa: E402
 
 IDS = [(11 * i * i + 5 * i) % 250 for i in range(400)]
-
-
-def group(name: str, kl: float, size: int = 100, float_kl: bool = False) -> Group:
-    sizes = {8: 2 * size, 4: size}
-    return Group(name, (name,), {**sizes, 32: 8 * size} if float_kl else sizes, {8: kl / 100, 4: kl})
-
-
-def joint(kl: Mapping[str, float]) -> Callable[[Mapping[str, int]], float]:
-    """A KL that isn't additive: half as much again."""
-    return lambda bits: 1.5 * sum(kl[n] * {4: 1, 8: 0.01, 32: 0}[b] for n, b in bits.items())
-
-
-def test_smallest_choice_inside_the_gate() -> None:
-    kl = {"a": 0.02, "b": 0.001, "c": 0.005, "d": 0.1}
-    groups = [group(n, v) for n, v in kl.items()]
-    choice = choose_precision(groups, joint(kl), max_kl=0.02, fixed_bytes=7)
-    assert choice.bits == {"a": 8, "b": 4, "c": 4, "d": 8}
-    assert choice.nbytes == 7 + 200 + 100 + 100 + 200
-    assert choice.kl == pytest.approx(joint(kl)(choice.bits)) and choice.kl <= 0.02
-    assert json.loads(json.dumps(choice.to_dict()))["groups"][1]["bits"] == 4
-
-
-def test_a_wider_gate_never_gives_a_larger_artifact() -> None:
-    rng = np.random.default_rng(0)
-    kl = {f"g{i}": float(v) for i, v in enumerate(rng.exponential(0.01, 20))}
-    groups = [group(n, v, int(rng.integers(50, 200)), float_kl=True) for n, v in kl.items()]
-    sizes = []
-    for gate in (1e-5, 1e-3, 1e-2, 0.05, 0.1, 1.0):
-        choice = choose_precision(groups, joint(kl), max_kl=gate)
-        assert choice.kl <= gate
-        sizes.append(choice.nbytes)
-        again = choose_precision(groups, joint(kl), max_bytes=choice.nbytes)
-        assert again.bits == choice.bits
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[-1] == sum(g.nbytes[4] for g in groups)
-    assert 32 in choose_precision(groups, joint(kl), max_kl=1e-5).bits.values()
-
-
-def test_gates_that_cannot_be_met() -> None:
-    kl = {"a": 0.02, "b": 0.001}
-    groups = [group(n, v) for n, v in kl.items()]
-    with pytest.raises(InputError, match=r"--max-kl 1e-06 .* best reached is 0.000315, with 8-bit"):
-        choose_precision(groups, joint(kl), max_kl=1e-6)
-    with pytest.raises(InputError, match="smallest choice has 205 bytes"):
-        choose_precision(groups, joint(kl), max_bytes=204, fixed_bytes=5)
-    with pytest.raises(InputError, match="give one of"):
-        choose_precision(groups, joint(kl))
 
 
 def test_groups_go_by_layer_and_input() -> None:
@@ -117,6 +69,8 @@ def test_search_on_a_tiny_model_stays_inside_the_gate(model: Any) -> None:
     assert total == choice.nbytes
     with pytest.raises(InputError, match="cannot be met: the best reached is"):
         quantize_model(model, plan(), IDS, max_kl=every.kl / 2, tokens=128)
+    with pytest.raises(InputError, match=r"has 7 tokens of this model .* at least 8"):
+        quantize_model(model, plan(), IDS[:7], max_kl=1.0)
     floats = quantize_model(model, plan(), IDS, max_kl=every.kl / 2, tokens=128, keep_float=True).choice
     assert floats is not None and floats.kl <= every.kl / 2 and 32 in floats.bits.values()
 
@@ -145,6 +99,64 @@ def test_trial_equals_a_model_with_those_weights_and_leaves_none_behind(model: A
     assert noisy.kl({})[0] > 0 and trial.kl({})[0] == 0
 
 
+def test_a_search_keeps_in_place_what_it_measures_next(model: Any) -> None:
+    from pit_deploy.quantize.round_to_nearest import round_to_nearest
+
+    names = [n for n in model.tensor_names() if n.endswith("_proj.weight")]
+    options = {bits: QuantizationOptions(bits, 16) for bits in (4, 8)}
+    tensors = {n: {b: round_to_nearest(model.read(n), o) for b, o in options.items()} for n in names}
+    windows = [IDS[:32], IDS[40:72]]
+    trial = Trial(open_folded(model), windows, tensors)
+    groups = trial.groups((4, 8))
+    measure = trial.of_groups(groups)
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        bits = {g.name: int(rng.choice([4, 8])) for g in groups}
+        fresh = Trial(open_folded(model), windows, tensors).kl(
+            {t: bits[g.name] for g in groups for t in g.tensors}
+        )
+        assert measure(bits) == fresh[0] > 0
+    floats = Trial(open_folded(model), windows, tensors)
+    measure = floats.of_groups(floats.groups((4, 8, 32)))
+    assert measure({g.name: 4 for g in groups}) > 0
+    assert measure({g.name: 32 for g in groups}) == 0
+
+
+def test_groups_of_a_layer_share_its_measurement_by_its_output(model: Any) -> None:
+    from pit_deploy.quantize.round_to_nearest import round_to_nearest
+
+    names = [n for n in model.tensor_names() if n.endswith("_proj.weight")]
+    tensors = {n: {4: round_to_nearest(model.read(n), QuantizationOptions(4, 16))} for n in names}
+    tensors["lm_head.weight" if model.layout == "untied" else "pit.table"] = {
+        4: round_to_nearest(model.tables.table, QuantizationOptions(4, 16))
+    }
+    windows = [IDS[:32], IDS[40:72]]
+    trial = Trial(open_folded(model), windows, tensors)
+    found = {g.name: g.kl[4] for g in trial.groups((4, 32), by_layer=True)}
+    alone = {g.name: g.kl[4] for g in Trial(open_folded(model), windows, tensors).groups((4, 32))}
+    assert list(found) == list(alone) and found["table"] == alone["table"]
+    exact = [open_folded(model).hidden_states(window)[0] for window in windows]
+    for layer in range(2):
+        members = [name for name in found if name.startswith(f"layers.{layer}.")]
+        assert len(members) == 4
+        every = {t: 4 for t in tensors if t.startswith(f"model.layers.{layer}.")}
+        assert sum(found[name] for name in members) == pytest.approx(trial.kl(every)[0], rel=1e-6)
+        changes = {}
+        for name in members:
+            other = open_folded(model)
+            for tensor in group_tensors(list(every))[name]:
+                module = other.decoder.get_submodule(tensor.removeprefix("model.").removesuffix(".weight"))
+                module.weight.data = torch.from_numpy(tensors[tensor][4].dequantize())
+            changes[name] = 0.0
+            for window, states in zip(windows, exact, strict=True):
+                change = other.hidden_states(window)[0][layer + 1] - states[layer + 1]
+                changes[name] += float(((change**2).sum(-1) / (states[layer + 1] ** 2).sum(-1)).sum())
+        for name in members:
+            share = found[name] / sum(found[n] for n in members)
+            assert share == pytest.approx(changes[name] / sum(changes.values()), rel=1e-3)
+            assert 0.2 < found[name] / alone[name] < 5
+
+
 def test_error_feedback_helps_the_model(model: Any) -> None:
     from pit_deploy.quantize.round_to_nearest import round_to_nearest
 
@@ -154,7 +166,5 @@ def test_error_feedback_helps_the_model(model: Any) -> None:
     good = Trial(open_folded(model), windows, tensors).kl(dict.fromkeys(tensors, 4))[0]
     options = found.plan.prepared[next(iter(tensors))]
     assert options.block_size == 16
-    from pit_deploy.quantize import QuantizationOptions
-
     plain = {n: {4: round_to_nearest(model.read(n), QuantizationOptions(4, 16, False))} for n in tensors}
     assert good < 0.7 * Trial(open_folded(model), windows, plain).kl(dict.fromkeys(tensors, 4))[0]
