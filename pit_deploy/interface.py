@@ -65,6 +65,10 @@ class PITInterface(nn.Module):
             multiplier = torch.as_tensor(bridge, dtype=memory.dtype, device=memory.device)
         self.register_buffer("embedding_multiplier", multiplier)
         self._precise = False
+        self.table: Any = (
+            None  # while Z and T are trained as one: the training.table_step.SteppedTable of them
+        )
+        self.register_state_dict_pre_hook(_settle_first)
 
     @property
     def bridge_kind(self) -> str:
@@ -85,8 +89,11 @@ class PITInterface(nn.Module):
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Embedding rows, [..., d], for ids [...]."""
         with _no_autocast(self.memory):
-            rows = self._exact(F.embedding(input_ids, self.memory)).reshape(-1, self.memory.shape[1])
-            x = _solve(self._exact(self.cholesky), rows)
+            if self.table is not None and not self._precise:
+                x = self.table.embed(input_ids.reshape(-1))
+            else:
+                rows = self._exact(F.embedding(input_ids, self.memory)).reshape(-1, self.memory.shape[1])
+                x = _solve(self._exact(self.cholesky), rows)
             if self.bridge is not None:
                 x = x @ self._exact(self.bridge)
             elif self.embedding_multiplier is not None:
@@ -96,6 +103,9 @@ class PITInterface(nn.Module):
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of states [..., d] after the final norm, in the memory's dtype."""
         with _no_autocast(self.memory):
+            if self.table is not None and not self._precise:
+                logits: torch.Tensor = self.table.logits(hidden_states.to(self.memory.dtype))
+                return logits
             cholesky = self._exact(self.cholesky)
             states = self._exact(hidden_states) @ cholesky @ cholesky.T
             return F.linear(states.to(self.memory.dtype), self.memory)
@@ -103,11 +113,17 @@ class PITInterface(nn.Module):
     @contextlib.contextmanager
     def precise(self) -> Iterator[None]:
         """Inside, everything of size d x d runs in float64. Float32 solves lose up to eps * cond(T)."""
+        self.settle()
         before, self._precise = self._precise, True
         try:
             yield
         finally:
             self._precise = before
+
+    def settle(self) -> None:
+        """Make `memory` and `cholesky` say what is computed, where a table stands for them."""
+        if self.table is not None:
+            self.table.settle_()
 
     @torch.no_grad()
     def interface_error(self, *, chunk: int = 8192) -> float:
@@ -115,6 +131,7 @@ class PITInterface(nn.Module):
 
         Both are computed in the parameters' dtype, as in training, and multiplied in float64.
         """
+        self.settle()
         cholesky = self.cholesky
         total = torch.zeros(cholesky.shape, dtype=torch.float64, device=cholesky.device)
         for z in self.memory.split(chunk):
@@ -174,6 +191,10 @@ def _solve(cholesky: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """`rows (L Lᵀ)⁻¹` for rows [n, d]: first with `Lᵀ`, then with `L`."""
     half = torch.linalg.solve_triangular(cholesky.T, rows, upper=True, left=False)
     return torch.linalg.solve_triangular(cholesky, half, upper=False, left=False)
+
+
+def _settle_first(interface: PITInterface, *args: Any) -> None:
+    interface.settle()
 
 
 def _no_autocast(tensor: torch.Tensor) -> torch.autocast:

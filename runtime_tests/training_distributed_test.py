@@ -24,8 +24,11 @@ COMMAND = ["train", "--steps", "6", "--block-length", "32", "--learning-rate", "
 MANIFOLD = """
 import os, torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from pit_deploy.interface import PITInterface
 from pit_deploy.training.stiefel import orthogonalized, orthonormality_error, project_to_tangent_, retract_
-from pit_deploy.training.table_step import pull_back_, split_
+from pit_deploy.training.table_step import SteppedTable
 dist.init_process_group("gloo")
 rank, count = dist.get_rank(), dist.get_world_size()
 generator = torch.Generator().manual_seed(0)
@@ -41,12 +44,38 @@ assert (project_to_tangent_(gradient[own].clone(), whole[own], group) - tangent[
 assert (orthogonalized(gradient[own], group) - direction[own]).abs().max() < 1e-12
 assert orthonormality_error(part, group) < 1e-12
 cholesky = torch.linalg.cholesky(torch.eye(7, dtype=torch.float64) + 0.1)
-by_table = pull_back_(gradient.clone(), whole, cholesky, cholesky)
-assert (pull_back_(gradient[own].clone(), whole[own], cholesky, cholesky, group) - by_table[own]).abs().max() < 1e-12
-split, split_part = 0.1 * table, 0.1 * table[own]
-factors = split_(split, whole, cholesky), split_(split_part, whole[own], cholesky, group)
-assert (factors[0] - factors[1]).abs().max() < 1e-12 and (split_part - split[own]).abs().max() < 1e-12
-del group, split, split_part, part  # whoever still holds the group keeps its threads alive
+ids, states = torch.tensor([[0, 50, 100], [3, 3, 51]]), torch.randn(2, 3, 7, generator=generator, dtype=torch.float64)
+
+def backward(numbers):
+    # An interface in table form, with the gradients of some sequences' mean loss.
+    interface = PITInterface(whole.clone(), cholesky, memory_kind="stiefel")
+    interface.table = SteppedTable(interface)
+    embedding, logits = interface.embed(ids[numbers]), interface.logits(states[numbers])
+    (((embedding * states[numbers]).sin().sum() + logits.cos().sum()) / len(numbers)).backward()
+    return interface
+
+@torch.no_grad()
+def step(interface, change):
+    norm = interface.table.clip_(0.1)
+    interface.table.begin_()
+    interface.memory.copy_(change)
+    interface.table.end_()
+    interface.settle()
+    return norm
+
+one, two = backward([0, 1]), backward([rank])
+mesh = init_device_mesh("cpu", (2,))
+rows = two.memory.grad
+dist.all_reduce(rows)
+spread = distribute_tensor(two.memory.detach(), mesh, [Shard(0)])
+two.memory = torch.nn.Parameter(spread)
+two.memory.grad = distribute_tensor(rows / 2, mesh, [Shard(0)])
+norms = step(one, 0.1 * table), step(two, distribute_tensor(0.1 * table, mesh, [Shard(0)]))
+assert abs(norms[0] - norms[1]) < 1e-12 and norms[0] > 0.1
+assert (two.memory.grad.full_tensor() - one.memory.grad).abs().max() < 1e-12
+assert (two.memory.full_tensor() - one.memory).abs().max() < 1e-12
+assert (two.cholesky - one.cholesky).abs().max() < 1e-12
+del group, part, mesh, spread, two, one  # whoever still holds the group keeps its threads alive
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)  # gloo's threads may want Python's lock while the interpreter shuts down, which aborts a good run

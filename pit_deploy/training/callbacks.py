@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from pit_deploy.errors import InputError
 from pit_deploy.progress import Progress
-from pit_deploy.training.optimizers import cholesky_gradient, interface_of, set_cholesky_, whole_cholesky
+from pit_deploy.training.optimizers import interface_of, set_cholesky_, whole_cholesky
 from pit_deploy.training.stiefel import local_rows, project_to_tangent_, retract_
-from pit_deploy.training.table_step import pull_back_, split_
+from pit_deploy.training.table_step import SteppedTable
 
 
 class StayOnManifold(TrainerCallback):
@@ -35,54 +36,53 @@ class StayOnManifold(TrainerCallback):
         memory = interface_of(model).memory
         if memory.requires_grad:
             rows, group = local_rows(memory.detach())
-            try:
+            with _explained(state.global_step + 1):
                 retract_(rows, group)
-            except ValueError as error:
-                raise InputError(f"Training failed at step {state.global_step + 1}: {error}.") from error
 
 
 class StepTable(TrainerCallback):
-    """Before a step the memory's gradient becomes that of the table `Z T`; after it the stepped table is split.
+    """Trains `Z` and `T` as one table (see `table_step`), from the begin of a run to its end.
 
-    In between the memory is zero, so that the optimiser leaves its step there. `raw_cholesky` belongs to none of the
-    optimiser's groups: its gradient is part of the table's, and the split sets it.
+    Between steps the interface holds the table in its own form. Before an evaluation, a save and the end it gets its
+    `Z` and `T`: what others read then, and what a resumed run begins with.
     """
 
-    def __init__(self) -> None:
-        self._before: torch.Tensor | None = None
-
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        set_cholesky_(interface_of(model), whole_cholesky(interface_of(model)))
+        interface = interface_of(model)
+        interface.settle()  # a run of before may have been broken off
+        set_cholesky_(interface, whole_cholesky(interface))
+        with _explained(state.global_step):
+            interface.table = SteppedTable(interface)
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        interface = interface_of(model)
-        if interface.memory.grad is None:
-            return
-        rows, group = local_rows(interface.memory.detach())
-        gradient, _ = local_rows(interface.memory.grad)
-        cholesky, own = whole_cholesky(interface), cholesky_gradient(interface)
-        try:
-            pull_back_(gradient, rows, cholesky, own, group)
-        except ValueError as error:
-            raise InputError(f"Training failed at step {state.global_step + 1}: {error}.") from error
-        self._before = rows.clone()
-        rows.zero_()
+        with _explained(state.global_step + 1):
+            interface_of(model).table.begin_()
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
     ) -> None:
-        if self._before is None:
-            return
+        with _explained(state.global_step + 1):
+            interface_of(model).table.end_()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if control.should_evaluate or control.should_save:
+            interface_of(model).settle()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         interface = interface_of(model)
-        rows, group = local_rows(interface.memory.detach())
-        try:
-            cholesky = split_(rows, self._before, whole_cholesky(interface), group)
-        except ValueError as error:
-            raise InputError(f"Training failed at step {state.global_step + 1}: {error}.") from error
-        self._before = None
-        set_cholesky_(interface, cholesky)
+        interface.settle()
+        interface.table = None
+
+
+@contextlib.contextmanager
+def _explained(step: int) -> Iterator[None]:
+    """A ValueError of a step's arithmetic as the `InputError` that ends the run."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"Training failed at step {step}: {error}.") from error
 
 
 class Log(TrainerCallback):

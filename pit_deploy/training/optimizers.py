@@ -198,14 +198,6 @@ def whole_cholesky(interface: Any) -> torch.Tensor:
 
 
 @torch.no_grad()
-def cholesky_gradient(interface: Any) -> torch.Tensor:
-    """The gradient by `L` [d, d] from that by its raw form, which must count from `L` itself (see `set_cholesky_`)."""
-    raw = whole(interface.raw_cholesky.grad)
-    slope = -torch.expm1(-interface.cholesky_anchor)  # of softplus, where it has the anchor's value
-    return torch.tril(raw, -1) + torch.diag(torch.diagonal(raw) / slope)
-
-
-@torch.no_grad()
 def set_cholesky_(interface: Any, cholesky: torch.Tensor) -> None:
     """Make `cholesky` [d, d] the `L` of the interface; its raw form counts from it."""
     from pit_deploy.interface import cholesky_to_raw

@@ -124,3 +124,11 @@ def multiply_(table: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     for rows in table.split(_CHUNK):
         rows.copy_(rows @ matrix)
     return table
+
+
+def multiply_add_(table: torch.Tensor, matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """`table @ matrix + other` in place, as `multiply_`; `other` is a table too."""
+    matrix = matrix.to(table.dtype)
+    for rows, added in zip(table.split(_CHUNK), other.split(_CHUNK), strict=True):
+        rows.copy_(torch.addmm(added, rows, matrix))
+    return table

@@ -109,7 +109,9 @@ class PITTrainer(Trainer):
         limit = self.args.max_grad_norm
         parameters = [p for p in model.parameters() if p.grad is not None]
         inside = [p for p in parameters if id(p) in own]
-        if inside:
+        if interface is not None and interface.table is not None:
+            interface.table.clip_(limit)
+        elif inside:
             self.accelerator.clip_grad_norm_(inside, limit)
         return self.accelerator.clip_grad_norm_([p for p in parameters if id(p) not in own], limit)
 
@@ -236,7 +238,8 @@ def fit(
             place, len(train_blocks), len(eval_blocks), options, saving, last is None and eval_on_start
         )
         manifold: list[TrainerCallback] = [Reshard()] if is_sharded(model) else []
-        if steps_table(model, options):
+        as_table = steps_table(model, options)
+        if as_table:
             manifold.append(StepTable())
         elif interface_of(model) is not None:
             manifold.append(StayOnManifold())
@@ -253,8 +256,26 @@ def fit(
             trainer._load_from_checkpoint(last)  # only the result had not been written
             log.restore(arguments.max_steps)
         else:
-            trainer.train(resume_from_checkpoint=last)
+            with trained_as_table(interface_of(model)) if as_table else contextlib.nullcontext():
+                trainer.train(resume_from_checkpoint=last)
     return log
+
+
+@contextlib.contextmanager
+def trained_as_table(interface: Any) -> Iterator[None]:
+    """Inside, `L` has no gradient of its own: it is part of the table's, and DDP would wait for it.
+
+    A run that breaks off leaves an interface that computes what it did before the step.
+    """
+    interface.raw_cholesky.requires_grad_(False)
+    try:
+        yield
+    except BaseException:
+        if interface.table is not None:
+            interface.table.abandon_()
+        raise
+    finally:
+        interface.raw_cholesky.requires_grad_(True)
 
 
 def steps_table(model: Any, options: TrainingOptions) -> bool:

@@ -56,6 +56,23 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(tiny_pit, blocks, tmp_path, o
     assert [(r["step"], r["loss"]) for r in written if "loss" in r] == losses(expected)
 
 
+def test_a_run_that_breaks_off_leaves_a_model_that_computes_the_same_and_can_be_trained(tiny_pit, blocks):
+    model, ids = tiny_pit(), torch.arange(9)[None]
+    options = TrainingOptions(steps=6, learning_rate=1e-2, batch_size=4)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, blocks[:70], blocks[:0], options, callbacks=[StopAt(3)])
+    with torch.no_grad():
+        before = model.eval()(input_ids=ids).logits
+        state = model.state_dict()
+        after = model(input_ids=ids).logits
+    assert orthonormality_error(state["pit.memory"].numpy()) < 1e-5
+    assert torch.allclose(before, after, atol=1e-4) and model.pit.raw_cholesky.requires_grad
+    log = fit(model, blocks[:70], blocks[70:], TrainingOptions(steps=12, learning_rate=2e-3))
+    evaluated = [value for _, value in log.series("eval_loss")]
+    assert evaluated[-1] < evaluated[0]
+    assert model.pit.interface_error() < 1e-4
+
+
 def test_a_checkpoint_of_a_run_is_a_pit_checkpoint(tiny_pit, blocks, tmp_path):
     model = tiny_pit()
     fit(model, blocks[:70], blocks[70:], TrainingOptions(**OPTIONS), directory=tmp_path)

@@ -34,8 +34,8 @@ class CpuSeconds(TrainerCallback):
         self.seconds.append(time.process_time() - self._start)
 
 
-def measure(path: str, tokens: int, block: int, steps: int) -> dict[str, Any]:
-    """Train the checkpoint at `path`, plain or PIT, on random tokens."""
+def measure(path: str, tokens: int, block: int, steps: int, accumulate: int) -> dict[str, Any]:
+    """Train the checkpoint at `path`, plain or PIT, on random tokens; `accumulate` micro-batches make a step."""
     import torch
 
     from pit_deploy.checkpoint import open_checkpoint
@@ -53,7 +53,9 @@ def measure(path: str, tokens: int, block: int, steps: int) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     blocks = np.random.default_rng(0).integers(0, checkpoint.table_rows, (steps * tokens // block, block))
     clock = CpuSeconds()
-    options = TrainingOptions(steps=steps, batch_size=tokens // block, learning_rate=1e-5)
+    options = TrainingOptions(
+        steps=steps, batch_size=tokens // block // accumulate, accumulate=accumulate, learning_rate=1e-5
+    )
     fit(model, blocks.astype(np.int32), blocks[:0], options, callbacks=[clock])
     return {
         "kind": checkpoint.kind,
@@ -68,20 +70,18 @@ def main() -> None:
     parser.add_argument("checkpoints", nargs="+", type=Path, help="a plain checkpoint and its PIT form")
     parser.add_argument("--tokens", type=int, default=1024, help="of one step")
     parser.add_argument("--block", type=int, default=256)
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of one step")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        print(
-            json.dumps(
-                measure(str(arguments.checkpoints[0]), arguments.tokens, arguments.block, arguments.steps)
-            )
-        )
+        sizes = (arguments.tokens, arguments.block, arguments.steps, arguments.accumulate)
+        print(json.dumps(measure(str(arguments.checkpoints[0]), *sizes)))
         return
     rows = []
     for path in arguments.checkpoints:
-        sizes = [f"--{k}={getattr(arguments, k)}" for k in ("tokens", "block", "steps")]
-        command = [sys.executable, "-m", __spec__.name, str(path), *sizes, "--child"]
+        given = [f"--{k}={getattr(arguments, k)}" for k in ("tokens", "block", "steps", "accumulate")]
+        command = [sys.executable, "-m", __spec__.name, str(path), *given, "--child"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
     first, last = rows[0], rows[-1]
