@@ -138,11 +138,16 @@ class SteppedTable:
         rows, group = local_rows(self.interface.memory.detach())
         self._settled = False
         multiply_add_(rows, self.inverse_factor, self._before)
-        self._before = None
         gram = gram_of(rows, group)
         self._set_square(self.factor.T @ gram @ self.factor)
+        self._before = None  # from here on the step holds; before, `abandon_` takes it back
         values = torch.linalg.eigvalsh(gram)
         if float(values[0]) < 1 / _FAR or float(values[-1]) > _FAR:
+            self.settle_()
+            # So far from the identity the Gram matrix lost digits, and with it S: once more from a near one.
+            gram = gram_of(rows, group)
+            self._settled = False
+            self._set_square(self.factor.T @ gram @ self.factor)
             self.settle_()
 
     @torch.no_grad()

@@ -114,6 +114,41 @@ def test_a_step_in_float32_stays_orthonormal_where_t_is_badly_conditioned():
     assert interface.interface_error() < 1e-5
 
 
+def test_a_step_far_past_small_directions_of_the_table_is_settled_twice():
+    """The step is a hundred times the least singular value, so the first Gram matrix is of little use in float32."""
+    memory = torch.from_numpy(random_orthonormal(2000, 32, seed=0))
+    scales = torch.logspace(-4, 0, 32) * 4
+    interface = PITInterface(memory.clone(), torch.diag(scales.sqrt()), memory_kind="stiefel")
+    interface.table = SteppedTable(interface)
+    interface.logits(interface.embed(torch.arange(4))).sum().backward()
+    step_(interface, 1e-2 * torch.randn(2000, 32, generator=torch.Generator().manual_seed(0)).sign())
+    interface.settle()
+    assert orthonormality_error(interface.memory.detach().numpy()) < 2e-6
+    assert interface.interface_error() < 1e-5
+
+
+@pytest.mark.parametrize("broken", ["nan", "rank", "interrupt"])
+def test_a_step_that_fails_can_be_taken_back(monkeypatch, broken):
+    interface = interface_of_table(torch.eye(40, 5, dtype=torch.float64))
+    before = interface.logits(torch.eye(5, dtype=torch.float64)).detach().clone()
+    some_loss(interface.embed(IDS), interface.logits(random(2, 3, 5))).backward()
+    step = torch.zeros(40, 5, dtype=torch.float64)
+    step[2, 2] = float("nan") if broken == "nan" else -1
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    if broken == "interrupt":
+        monkeypatch.setattr("pit_deploy.training.table_step.gram_of", interrupted)
+    with pytest.raises((ValueError, KeyboardInterrupt)):
+        step_(interface, step)
+    monkeypatch.undo()
+    interface.table.abandon_()
+    interface.settle()
+    after = interface.logits(torch.eye(5, dtype=torch.float64)).detach()
+    assert float((after - before).abs().max()) < 1e-12 and interface.interface_error() < 1e-12
+
+
 def test_the_norm_that_clips_is_of_the_gradients_by_z_and_l_and_the_bridge():
     table, states, bridge = random(40, 5), random(2, 3, 5, seed=3), random(5, 5, seed=8)
     interface = interface_of_table(table, bridge)

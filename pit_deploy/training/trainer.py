@@ -267,6 +267,7 @@ def trained_as_table(interface: Any) -> Iterator[None]:
 
     A run that breaks off leaves an interface that computes what it did before the step.
     """
+    before = interface.raw_cholesky.requires_grad
     interface.raw_cholesky.requires_grad_(False)
     try:
         yield
@@ -275,7 +276,7 @@ def trained_as_table(interface: Any) -> Iterator[None]:
             interface.table.abandon_()
         raise
     finally:
-        interface.raw_cholesky.requires_grad_(True)
+        interface.raw_cholesky.requires_grad_(before)
 
 
 def steps_table(model: Any, options: TrainingOptions) -> bool:
