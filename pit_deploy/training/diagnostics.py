@@ -55,6 +55,7 @@ class Diagnostics(TrainerCallback):
     @torch.no_grad()
     def measure(self, interface: Any) -> dict[str, float]:
         """The figures now. The first call sets the start of the drift. All processes of a run must call it."""
+        interface.settle()
         memory, cholesky = whole(interface.memory.detach()), whole_cholesky(interface)
         rows = torch.linspace(0, len(memory) - 1, min(ROWS, len(memory))).long().to(memory.device)
         tables = _tables(interface, memory[rows], cholesky)

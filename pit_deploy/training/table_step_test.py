@@ -14,6 +14,7 @@ from pit_deploy.errors import InputError, PitDeployError
 from pit_deploy.initialize import orthonormality_error, random_orthonormal
 from pit_deploy.interface import PITInterface, cholesky_to_raw, raw_to_cholesky
 from pit_deploy.training import trainer as trainer_module
+from pit_deploy.training.diagnostics import Diagnostics
 from pit_deploy.training.options import TrainingOptions
 from pit_deploy.training.table_step import SteppedTable
 from pit_deploy.training.trainer import fit
@@ -210,6 +211,18 @@ def test_what_reads_an_interface_in_training_finds_z_and_t():
     with interface.precise():
         assert float((interface.logits(torch.eye(5)).detach().T - random(40, 5)).abs().max()) < 1e-12
     assert interface.interface_error() < 1e-12
+
+
+def test_diagnostics_are_of_z_and_t_in_mid_training():
+    interface = interface_of_table(random(40, 5))
+    diagnostics = Diagnostics(None)  # type: ignore[arg-type]
+    diagnostics.measure(interface)
+    some_loss(interface.embed(IDS), interface.logits(random(2, 3, 5))).backward()
+    step_(interface, 0.1 * random(40, 5, seed=4))
+    figures = diagnostics.measure(interface)
+    singular = np.linalg.svd((random(40, 5) + 0.1 * random(40, 5, seed=4)).numpy(), compute_uv=False)
+    assert figures["orthonormality_error"] < 1e-12
+    assert figures["condition"] == pytest.approx(singular[0] / singular[-1], rel=1e-9)
 
 
 class StepByAutograd(TrainerCallback):
