@@ -6,8 +6,9 @@ square overflows float16, an op that the older system has not. Every one of them
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +24,8 @@ ROUNDING_LIMIT, MASSIVE_LIMIT = 0.1, 0.1
 LAYOUT_LIMIT = 0.05
 """How far the caches after one call and after single tokens may be apart, over the largest number in them."""
 _STALE = 40.0
+_AGREEING_TOKENS = 4
+"""Tokens of the prompt that all functions must cache alike."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,37 @@ class Place:
 def check_packages(
     directory: Path, places: Sequence[Place], hidden_states: Sequence[str], tokenizer_length: int
 ) -> dict[str, MilFunction]:
-    """Open the packages and make every check; returns the functions by the name of their place.
+    """Open the packages, one at a time, and make every check; returns what their functions take and give, by the name
+    of their place, without constants and steps.
 
     Raises `ParityError` for the first check that fails, with the function and the state or op.
     """
-    programs = {file: MilProgram.open(directory / file) for file in dict.fromkeys(p.file for p in places)}
-    functions = {place.name: programs[place.file].functions[place.function] for place in places}
-    for place in places:
-        program, function = programs[place.file], functions[place.name]
-        check_operations(program, function)
-        check_states_written(program, function)
-        _Runs(program, place, tokenizer_length).check(hidden_states)
+    functions: dict[str, MilFunction] = {}
+    caches: dict[str, State] = {}
+    count = min(_AGREEING_TOKENS, max(place.tokens for place in places))
+    for file in dict.fromkeys(place.file for place in places):
+        inside = [place for place in places if place.file == file]
+        for runs in _checked(directory / file, inside, hidden_states, tokenizer_length):
+            functions[runs.place.name] = replace(runs.function, constants={}, steps=[])
+            if len(places) > 1:
+                caches[runs.place.name] = runs.first_tokens(count)
+        del runs  # and with it the package: the two of a stateless bundle have a copy of the weights each
     check_same_states(directory, functions)
-    if len(places) > 1:
-        _check_agreement([_Runs(programs[p.file], p, tokenizer_length) for p in places])
-    return functions
+    _check_agreement(directory, caches)
+    return {place.name: functions[place.name] for place in places}
+
+
+def _checked(
+    path: Path, places: Sequence[Place], hidden_states: Sequence[str], tokenizer_length: int
+) -> Iterator[_Runs]:
+    """The functions of one package, each after its checks."""
+    program = MilProgram.open(path)
+    for place in places:
+        runs = _Runs(program, place, tokenizer_length)
+        check_operations(program, runs.function)
+        check_states_written(program, runs.function)
+        runs.check(hidden_states)
+        yield runs
 
 
 def check_operations(program: MilProgram, function: MilFunction) -> None:
@@ -97,7 +116,7 @@ class _Runs:
     def __init__(self, program: MilProgram, place: Place, tokenizer_length: int) -> None:
         self.program, self.place, self.tokens = program, place, tokenizer_length
         self.function = program.functions[place.function]
-        self.ids = (7 + 13 * np.arange(place.tokens, dtype=np.int32)) % tokenizer_length
+        self.ids = self._prompt(place.tokens)
         self.caches = {n: k for n, k in self.function.inputs.items() if n.endswith("_cache")}
 
     def check(self, hidden_states: Sequence[str]) -> None:
@@ -136,6 +155,20 @@ class _Runs:
         state.update({name: outputs[f"{name}_out"] for name in self.caches})
         logits: np.ndarray = outputs["logits"][0, -1]
         return logits[: self.tokens]
+
+    def first_tokens(self, count: int) -> State:
+        """What the caches hold of the first `count` tokens: of one call where it takes as many, else of one each."""
+        state = self.empty()
+        if self.place.tokens < count:
+            for position, token in enumerate(self._prompt(count)):
+                self.call(np.array([token]), position, state)
+        elif self.caches:  # passed caches are padded on the left
+            before = self.place.tokens - count
+            self.call(np.concatenate([np.zeros(before, np.int32), self.ids[:count]]), -before, state)
+        else:
+            self.call(self.ids, 0, state)
+        tokens = slice(-count, None) if self.caches else slice(0, count)
+        return {name: value[:, :, tokens].copy() for name, value in state.items()}
 
     def empty(self, value: float = 0.0) -> State:
         """Caches full of `value`."""
@@ -180,6 +213,9 @@ class _Runs:
             inputs["last"] = np.array([0], np.int32)
         return inputs | {name: np.zeros(kind.shape, np.float32) for name, kind in self.caches.items()}
 
+    def _prompt(self, count: int) -> np.ndarray:
+        return ((7 + 13 * np.arange(count)) % self.tokens).astype(np.int32)
+
     def _check_finite(self, value: np.ndarray, when: str) -> None:
         if not np.isfinite(value).all():
             count = int((~np.isfinite(value)).sum())
@@ -196,23 +232,13 @@ class _Runs:
         return f"{self.program.path}: function {self.place.function}"
 
 
-def _check_agreement(runs: Sequence[_Runs]) -> None:
-    """A prompt in one call and token by token must leave the same cache, and the same logits for the next token."""
-    whole, single = max(runs, key=lambda run: run.place.tokens), min(runs, key=lambda run: run.place.tokens)
-    count = min(4, whole.place.tokens)
-    state, stepped = whole.empty(), single.empty()
-    if whole.caches:  # passed caches are padded on the left
-        ids = np.concatenate([np.zeros(whole.place.tokens - count, np.int32), whole.ids[:count]])
-        whole.call(ids, count - whole.place.tokens, state)
-    else:
-        whole.call(whole.ids, 0, state)
-    for position in range(count):
-        single.call(whole.ids[position : position + 1], position, stepped)
-    for name, value in stepped.items():
-        tokens = slice(-count, None) if whole.caches else slice(0, count)
-        difference = np.abs(value[:, :, tokens] - state[name][:, :, tokens]).max()
-        if not difference <= LAYOUT_LIMIT * np.abs(value).max():
-            raise ParityError(
-                f"{whole.program.path}: the functions {whole.place.name} and {single.place.name} do not write the "
-                f"state {name} alike: the same tokens differ by {difference:.3g}."
-            )
+def _check_agreement(directory: Path, caches: Mapping[str, State]) -> None:
+    """A prompt in one call and token by token must leave the same caches: first tokens by function and state."""
+    for (name, state), (other, stepped) in itertools.pairwise(caches.items()):
+        for cache, value in stepped.items():
+            difference = np.abs(value - state[cache]).max()
+            if not difference <= LAYOUT_LIMIT * np.abs(value).max():
+                raise ParityError(
+                    f"{directory}: the functions {name} and {other} do not write the state {cache} alike: the same "
+                    f"tokens differ by {difference:.3g}."
+                )
