@@ -151,6 +151,24 @@ class _QuantizedTable(Table):
         )
         return self._graph.cut(gathered, layout.columns, 2, output) if padded else gathered
 
+    def products(self, graph: GraphBuilder, ids: ir.Value, x: ir.Value, output: str) -> ir.Value:
+        """Bytes without zero points are gathered as they are, and scaled once a block instead of once a column:
+        GatherBlockQuantized, which looks up the scale of every number, takes 1.6 times as long for a shortlist."""
+        layout = self._layout
+        if layout.bits != 8 or not layout.symmetric or layout.padded_columns != layout.columns:
+            return super().products(graph, ids, x, output)
+        view = self._code_view("code_rows", layout.rows, layout.columns)
+        codes = graph.op("Gather", [view, ids], f"{output}.codes", axis=0)
+        one, middle = graph.scalar(1, np.float32), graph.scalar(128, np.uint8)
+        numbers = graph.op("DequantizeLinear", [codes, one, middle], f"{output}.numbers")
+        blocks = np.repeat(np.eye(layout.blocks, dtype=np.float32), layout.block_size, axis=0)
+        column = graph.op("Unsqueeze", [x, graph.integers(-1)], f"{output}.column")
+        columns = graph.op("Mul", [column, graph.weight(f"{output}.blocks", blocks)], f"{output}.columns")
+        by_block = graph.op("MatMul", [numbers, columns], f"{output}.by_block")
+        scales = graph.op("Gather", [self._scales[0], ids], f"{output}.scales", axis=0)
+        scaled = graph.op("Mul", [by_block, scales], f"{output}.scaled")
+        return graph.op("ReduceSum", [scaled, graph.integers(-1)], output, keepdims=0)
+
     def product(self, x: ir.Value, output: str) -> ir.Value:
         layout = self._layout
         codes = self._code_view("codes", layout.rows, layout.blocks, self._block_bytes)

@@ -59,10 +59,7 @@ class NestedTable(Table):
             largest=1,
             sorted=0,
         )
-        rows = self._rest.rows(ids, f"{name}.rest.rows")  # [batch, sequence, shortlist, rest]
-        column = graph.op("Unsqueeze", [rest, graph.integers(-1)], f"{name}.rest.column")
-        product = graph.op("MatMul", [rows, column], f"{name}.rest.product")
-        added = graph.op("Squeeze", [product, graph.integers(-1)], f"{name}.rest")
+        added = self._rest.products(graph, ids, rest, f"{name}.rest")
         finished = graph.op("Add", [best, added], f"{name}.finished")
         return graph.op(
             "ScatterElements", [estimate, ids, finished], f"{name}.logits", output=output, axis=-1

@@ -50,6 +50,13 @@ class Table(ABC):
     def product(self, x: ir.Value, output: str) -> ir.Value:
         """`x tableᵀ`: [batch, sequence, hidden_size] to [batch, sequence, vocab_size]."""
 
+    def products(self, graph: GraphBuilder, ids: ir.Value, x: ir.Value, output: str) -> ir.Value:
+        """`x` [batch, sequence, hidden_size] by the rows of `ids` [batch, sequence, count] alone, shaped as they are."""
+        rows = self.rows(ids, f"{output}.rows")
+        column = graph.op("Unsqueeze", [x, graph.integers(-1)], f"{output}.column")
+        product = graph.op("MatMul", [rows, column], f"{output}.product")
+        return graph.op("Squeeze", [product, graph.integers(-1)], output)
+
     def logits(self, graph: GraphBuilder, x: ir.Value, mask: ir.Value | None, output: str) -> ir.Value:
         """The product, plus `mask` [vocab_size] where there is one."""
         return masked(graph, lambda name: self.product(x, name), mask, output)

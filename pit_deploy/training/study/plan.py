@@ -54,7 +54,10 @@ def search_large(best: dict[str, Run]) -> dict[str, list[Run]]:
             half,
             larger,
             replace(half, multiplier=3 * run.multiplier if tied else run.multiplier / 2),
-            replace(half, learning_rate=run.learning_rate / 2),
+            slower := replace(half, learning_rate=run.learning_rate / 2),
+            replace(slower, rate=run.rate),
+            replace(slower, rate=run.rate / 4),
+            replace(half, learning_rate=run.learning_rate / 4),
         ]
     return found
 
