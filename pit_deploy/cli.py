@@ -384,7 +384,9 @@ def export(
 ) -> None:
     """Write a bundle that a phone runtime opens, with the record of what training-time outputs were."""
     from pit_deploy.exporting import export as call
+    from pit_deploy.memory import one_arena
 
+    one_arena()
     chosen = dict(
         to=to,
         weights=weights,

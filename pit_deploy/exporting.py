@@ -267,6 +267,7 @@ def quantized(
         fixed_bytes=_unquantised_bytes(config, options),
         activations={"onnx": options.block_size, "executorch": WHOLE_ROW}.get(options.to),
         encoder=encoder,
+        by_layer=options.to == "coreml",
         work=work,
         progress=progress,
     )

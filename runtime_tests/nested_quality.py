@@ -66,7 +66,7 @@ def with_full_logits(model_path: Path, *, all_positions: bool = True) -> bytes:
         n for n in graph.node if n.op_type == "MatMulNBits" and n.input[1].endswith("leading.codes")
     )
     gather = next(
-        n for n in graph.node if n.input and n.input[0] == f"{RESERVED}.code_rows" and "head" in n.name
+        n for n in graph.node if n.op_type == "GatherBlockQuantized" and n.input[0] == f"{RESERVED}.code_rows"
     )
     rows = next(t for t in graph.initializer if t.name == f"{RESERVED}.code_rows")
     attributes = {a.name: a.i for a in leading.attribute}

@@ -29,17 +29,17 @@ def folded(model):
     return dataclasses.replace(plain, tables=SharedTable(plain.tables.table, *maps))
 
 
-def plan(bits: int, nested: NestedHead | None) -> QuantizationPlan:
-    return QuantizationPlan("fp32", f"int{bits}", nested=nested)
+def plan(bits: int, nested: NestedHead | None, block: int = 32, symmetric: bool = True) -> QuantizationPlan:
+    return QuantizationPlan("fp32", f"int{bits}", block, symmetric, nested=nested)
 
 
-def runtimes(export, model, folded, bits, shortlist, **options):
+def runtimes(export, model, folded, bits, shortlist, block=32, symmetric=True, **options):
     """The same model with a nested and with the full head; activations stay float."""
     return [
         export(
             model,
             folded,
-            plan=plan(bits, nested),
+            plan=plan(bits, nested, block, symmetric),
             exporter=OnnxExporter(accuracy_level=0),
             **options,
         )
@@ -47,13 +47,18 @@ def runtimes(export, model, folded, bits, shortlist, **options):
     ]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_the_shortlist_is_finished_and_the_rest_estimated(model, folded, export, bits):
+@pytest.mark.parametrize(
+    ("bits", "block", "symmetric"), [(8, 32, True), (8, 16, True), (8, 16, False), (4, 32, True)]
+)
+def test_the_shortlist_is_finished_and_the_rest_estimated(model, folded, export, bits, block, symmetric):
     shortlist = 50
-    nested, full = runtimes(export, model, folded, bits, shortlist)
+    nested, full = runtimes(export, model, folded, bits, shortlist, block, symmetric)
+    graph = onnx.load(nested.directory / "model.onnx", load_external_data=False).graph
+    gathers = [node.op_type for node in graph.node if "shortlist.ids" in "".join(node.input)]
+    assert gathers.count("Gather") == (2 if bits == 8 and symmetric else 0)
     found, exact = (e.runtime().all_logits(model.ids) for e in (nested, full))
     states = full.runtime().hidden_states(model.ids)[0][-1]
-    table = plan(bits, None).encode("pit.table", folded.tables.table, "tables").dequantize()
+    table = plan(bits, None, block, symmetric).encode("pit.table", folded.tables.table, "tables").dequantize()
     gain = folded.read("model.norm.weight")
     normed = states / np.sqrt((states**2).mean(-1, keepdims=True) + model.config().rms_norm_eps) * gain
     mapped = normed @ folded.tables.head_map.T

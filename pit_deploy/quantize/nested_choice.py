@@ -25,7 +25,7 @@ KL_EVERY = 8
 """One in so many positions is compared by KL, too: it needs the order of all estimates."""
 
 _PRODUCT = {8: 0.036, 4: 0.021}
-_GATHER = {8: 0.9, 4: 1.2}
+_GATHER = {8: 0.6, 4: 1.2}
 _SELECT, _SELECT_BEST = 1.0, 80.0
 """Nanoseconds in ONNX Runtime on one core, by bits of the table: a number of the table in the product, one that is
 gathered and finished, an id among which the best are looked for, and one of the best. Only their ratios matter."""
