@@ -5,7 +5,11 @@ The figures are measured ones with room above them (docs/parity.md); a miss is e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pit_deploy.manifest import Manifest
 
 PRECISION_ORDER = ("fp32", "fp16", "int8", "int4")
 TIE = 1e-3
@@ -59,11 +63,24 @@ ARM64_FROM_X86 = {
 (docs/arm64.md). Kernels round activations in ways of their own; the gates above hold on every processor besides."""
 
 
+NESTED_HEAD_ROOM = 2.0
+"""A nested head estimates the logits outside its shortlist. What that costs stands in the manifest, as measured on
+calibration text, and comes on top of the limit of the precision so many times: texts differ (docs/nested.md)."""
+
+
 def coarsest(*precisions: str) -> str:
     """The precision that decides the gate of a mixed setting."""
     return max(precisions, key=PRECISION_ORDER.index)
 
 
-def gate_for(runtime: str, weights: str, tables: str) -> Gate:
-    """The gate of an artifact; `runtime` is the manifest's."""
-    return GATES_BY_RUNTIME[runtime][coarsest(weights, tables)]
+def gate_for(runtime: str, weights: str, tables: str, nested_kl: float | None = None) -> Gate:
+    """The gate of an artifact; `runtime` is the manifest's, `nested_kl` that of its nested head."""
+    gate = GATES_BY_RUNTIME[runtime][coarsest(weights, tables)]
+    return replace(gate, mean_kl=gate.mean_kl + NESTED_HEAD_ROOM * nested_kl) if nested_kl else gate
+
+
+def gate_of(manifest: Manifest) -> Gate:
+    """The gate of a bundle."""
+    precision, nested = manifest.precision, manifest.nested_head
+    kl = None if nested is None else nested.kl
+    return gate_for(manifest.runtime, precision.weights, precision.tables, kl)

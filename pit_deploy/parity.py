@@ -17,7 +17,7 @@ from pit_deploy import few_passes
 from pit_deploy.bundle import Bundle, sha256
 from pit_deploy.checkpoint import Checkpoint, open_checkpoint
 from pit_deploy.errors import InputError, ParityError, RuntimeDiedError
-from pit_deploy.gates import TIE, Gate, coarsest, gate_for
+from pit_deploy.gates import TIE, Gate, coarsest, gate_of
 from pit_deploy.golden import (
     MIN_POSITIONS,
     GoldenRecord,
@@ -174,7 +174,7 @@ def verify(
     checkpoint = None if source is None else open_source(bundle, source)
     progress("check files", 1, 1)
     manifest = bundle.manifest
-    gate = gate_for(manifest.runtime, manifest.precision.weights, manifest.precision.tables)
+    gate = gate_of(manifest)
     golden = _golden(bundle)
     golden.check_end_ids(bundle.manifest.end_ids, bundle.manifest.context_length, str(bundle.path))
     if positions is not None:

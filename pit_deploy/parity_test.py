@@ -13,7 +13,7 @@ import torch
 
 from pit_deploy import parity
 from pit_deploy.errors import ParityError
-from pit_deploy.gates import GATES, TIE, coarsest, gate_for
+from pit_deploy.gates import GATES, TIE, coarsest, gate_for, gate_of
 from pit_deploy.golden import GoldenRecord, Prompt, record
 from pit_deploy.parity import LayerError, ParityReport, compare_in_full, compare_with_record, layer_errors
 from pit_deploy.runtimes.torch import TorchRuntime
@@ -225,3 +225,14 @@ def test_gates() -> None:
     assert gate_for("onnx", "fp16", "fp32") is GATES["fp16"]
     for finer, coarser in (("fp32", "fp16"), ("fp16", "int8"), ("int8", "int4")):
         assert GATES[finer].mean_kl < GATES[coarser].mean_kl and GATES[finer].top1 > GATES[coarser].top1
+
+
+def test_the_kl_stated_of_a_nested_head_widens_the_gate() -> None:
+    def manifest(head: object) -> Any:
+        precision = SimpleNamespace(weights="int4", tables="int8")
+        return SimpleNamespace(runtime="onnx", precision=precision, nested_head=head)
+
+    whole = gate_of(manifest(None))
+    assert whole is GATES["int4"] and gate_of(manifest(SimpleNamespace(kl=None))) is whole
+    nested = gate_of(manifest(SimpleNamespace(kl=0.03)))
+    assert nested.mean_kl == pytest.approx(0.05 + 2 * 0.03) and (nested.top1, nested.layer) == (0.90, 0.5)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pit_deploy.bundle import Bundle
 from pit_deploy.errors import InputError, ParityError
-from pit_deploy.gates import TIE, coarsest, gate_for
+from pit_deploy.gates import TIE, coarsest, gate_of
 from pit_deploy.golden import GoldenRecord, greedy_continuation
 
 
@@ -104,7 +104,7 @@ def verify_text(bundle: str | Path | Bundle, runtime: str, *, threads: int | Non
         raise InputError(f"{bundle.path} carries no golden record; export it again.")
     golden, precision = GoldenRecord.load(bundle.path), bundle.manifest.precision
     golden.check_end_ids(bundle.manifest.end_ids, bundle.manifest.context_length, str(bundle.path))
-    gate = gate_for(bundle.manifest.runtime, precision.weights, precision.tables)
+    gate = gate_of(bundle.manifest)
     opened = open_text_runtime(bundle, runtime, threads=threads)
     if gate.greedy:
         expected = recorded_text(bundle, golden)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from pit_deploy.chat import render_chat
 from pit_deploy.errors import InputError
-from pit_deploy.gates import GATES_BY_RUNTIME, gate_for
+from pit_deploy.gates import GATES_BY_RUNTIME, NESTED_HEAD_ROOM, gate_for
 from pit_deploy.generate import TextStream, generate
 from pit_deploy.golden import GoldenRecord, greedy_continuation
 from pit_deploy.parity import compare_with_record
@@ -193,16 +193,17 @@ def test_parity() -> None:
 
 
 def test_gates() -> None:
+    document = load("parity.json")
     found = {
         (g["runtime"], g["precision"]): {k: v for k, v in g.items() if k not in ("runtime", "precision")}
-        for g in load("parity.json")["gates"]
+        for g in document["gates"]
     }
     expected = {
         (runtime, precision): vars(gate)
         for runtime, gates in GATES_BY_RUNTIME.items()
         for precision, gate in gates.items()
     }
-    assert found == expected, (
+    assert (found, document["nested_head_room"]) == (expected, NESTED_HEAD_ROOM), (
         "python runtime_tests/vectors/make_recorded.py --gates; then Gates.kt and Gates.swift"
     )
 

@@ -51,7 +51,7 @@ class Table(ABC):
         """`x tableᵀ`: [batch, sequence, hidden_size] to [batch, sequence, vocab_size]."""
 
     def products(self, graph: GraphBuilder, ids: ir.Value, x: ir.Value, output: str) -> ir.Value:
-        """`x` [batch, sequence, hidden_size] by the rows of `ids` [batch, sequence, count] alone, shaped as they are."""
+        """`x` [batch, sequence, hidden_size] by the rows of `ids` [batch, sequence, count], shaped like `ids`."""
         rows = self.rows(ids, f"{output}.rows")
         column = graph.op("Unsqueeze", [x, graph.integers(-1)], f"{output}.column")
         product = graph.op("MatMul", [rows, column], f"{output}.product")

@@ -225,7 +225,7 @@ class _DeviceBench:
 
     def _quality(self, candidate: Candidate, number: int, total: int) -> dict[str, Any] | None:
         """KL and top-1 of the bundle's own record on the device; None where it carries none."""
-        from pit_deploy.gates import coarsest, gate_for
+        from pit_deploy.gates import coarsest, gate_of
         from pit_deploy.golden import GoldenRecord
         from pit_deploy.parity import compare_with_golden
 
@@ -239,7 +239,7 @@ class _DeviceBench:
             report = compare_with_golden(
                 runtime,
                 GoldenRecord.load(bundle.path),
-                gate_for(manifest.runtime, weights, tables),
+                gate_of(manifest),
                 bundle=str(bundle.path),
                 precision=coarsest(weights, tables),
                 end_ids=manifest.end_ids,

@@ -157,7 +157,7 @@ class AppModel private constructor(application: Application) {
         val manifest = model.bundle.manifest
         if (manifest.goldenFile == null) throw InputError("This bundle carries no golden record; export it again.")
         val golden = goldenOf(model.bundle)
-        val gate = Gate.of(manifest.runtime, manifest.weights, manifest.tables)
+        val gate = Gate.of(manifest)
         try {
             return Parity.check(golden, model.backend, gate, manifest.endIds) { done, total ->
                 report(done.toLong(), total.toLong())

@@ -5,6 +5,9 @@ data class Gate(val maxAbs: Double?, val meanKl: Double, val top1: Double, val g
     companion object {
         /** Two logits closer than this count as tied. */
         const val TIE = 1e-3
+
+        /** So many times the KL that the manifest states of a nested head comes on top of the limit. */
+        const val NESTED_HEAD_ROOM = 2.0
         private val ORDER = listOf("fp32", "fp16", "int8", "int4")
 
         private val ONNX = mapOf(
@@ -25,8 +28,13 @@ data class Gate(val maxAbs: Double?, val meanKl: Double, val top1: Double, val g
             ),
         )
 
-        /** The gate of the coarsest part. */
-        fun of(runtime: String, weights: String, tables: String): Gate =
-            TABLE.getValue(runtime).getValue(maxOf(weights, tables, compareBy { ORDER.indexOf(it) }))
+        /** The gate of the coarsest part; [nestedKl] is that of a nested head. */
+        fun of(runtime: String, weights: String, tables: String, nestedKl: Double? = null): Gate {
+            val gate = TABLE.getValue(runtime).getValue(maxOf(weights, tables, compareBy { ORDER.indexOf(it) }))
+            return if (nestedKl == null) gate else gate.copy(meanKl = gate.meanKl + NESTED_HEAD_ROOM * nestedKl)
+        }
+
+        /** The gate of a bundle. */
+        fun of(manifest: Manifest): Gate = of(manifest.runtime, manifest.weights, manifest.tables, manifest.nestedKl)
     }
 }

@@ -34,6 +34,9 @@ class Manifest private constructor(fields: Map<String, Any?>) {
     val endIds: List<Int> = fields.ids("end_ids").toList()
     val hasChatTemplate: Boolean = fields["chat_template"] as Boolean
     val tokenizerChecks: List<TokenizedText> = fields.parts("tokenizer_checks").map { it.tokenized() }
+
+    /** Mean KL of a nested head on calibration text; null where there is none, or it was not measured. */
+    val nestedKl: Double? = ((fields["nested_head"] as Map<*, *>?)?.get("kl") as Number?)?.toDouble()
     val goldenFile: String? = (fields["golden"] as Map<*, *>?)?.get("file") as String?
     private val goldenPrompts: List<TokenizedText> =
         fields["golden"]?.let { fields.part("golden").parts("prompts").map { p -> p.tokenized() } } ?: emptyList()

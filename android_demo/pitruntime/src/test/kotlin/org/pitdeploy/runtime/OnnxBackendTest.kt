@@ -64,7 +64,7 @@ class OnnxBackendTest {
         val golden = GoldenRecord.parse(bundle.read("golden.json"), bundle.read("golden.safetensors"))
         open(bundle).use { model ->
             val manifest = bundle.manifest
-            val report = Parity.check(golden, model.backend, Gate.of(manifest.runtime, manifest.weights, manifest.tables), manifest.endIds)
+            val report = Parity.check(golden, model.backend, Gate.of(manifest), manifest.endIds)
             val wanted = expected["parity"] as Map<*, *>
             val found = report.toJson()
             println("${bundle.path}: ${found.filterKeys { it != "failures" }} ${report.failures}")
