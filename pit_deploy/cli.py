@@ -383,10 +383,11 @@ def export(
     json: Json = None,
 ) -> None:
     """Write a bundle that a phone runtime opens, with the record of what training-time outputs were."""
-    from pit_deploy.exporting import export as call
     from pit_deploy.memory import one_arena
 
     one_arena()
+    from pit_deploy.exporting import export as call
+
     chosen = dict(
         to=to,
         weights=weights,

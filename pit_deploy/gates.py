@@ -63,9 +63,10 @@ ARM64_FROM_X86 = {
 (docs/arm64.md). Kernels round activations in ways of their own; the gates above hold on every processor besides."""
 
 
-NESTED_HEAD_ROOM = 2.0
+NESTED_HEAD_ROOM, NESTED_HEAD_MOST = 2.0, 0.1
 """A nested head estimates the logits outside its shortlist. What that costs stands in the manifest, as measured on
-calibration text, and comes on top of the limit of the precision so many times: texts differ (docs/nested.md)."""
+calibration text, and comes on top of the limit of the precision so many times, but no more than the second figure:
+texts differ (docs/nested.md)."""
 
 
 def coarsest(*precisions: str) -> str:
@@ -76,7 +77,9 @@ def coarsest(*precisions: str) -> str:
 def gate_for(runtime: str, weights: str, tables: str, nested_kl: float | None = None) -> Gate:
     """The gate of an artifact; `runtime` is the manifest's, `nested_kl` that of its nested head."""
     gate = GATES_BY_RUNTIME[runtime][coarsest(weights, tables)]
-    return replace(gate, mean_kl=gate.mean_kl + NESTED_HEAD_ROOM * nested_kl) if nested_kl else gate
+    if not nested_kl:
+        return gate
+    return replace(gate, mean_kl=gate.mean_kl + min(NESTED_HEAD_ROOM * nested_kl, NESTED_HEAD_MOST))
 
 
 def gate_of(manifest: Manifest) -> Gate:

@@ -236,3 +236,4 @@ def test_the_kl_stated_of_a_nested_head_widens_the_gate() -> None:
     assert whole is GATES["int4"] and gate_of(manifest(SimpleNamespace(kl=None))) is whole
     nested = gate_of(manifest(SimpleNamespace(kl=0.03)))
     assert nested.mean_kl == pytest.approx(0.05 + 2 * 0.03) and (nested.top1, nested.layer) == (0.90, 0.5)
+    assert gate_of(manifest(SimpleNamespace(kl=100.0))).mean_kl == pytest.approx(0.05 + 0.1)

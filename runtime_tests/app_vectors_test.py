@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from pit_deploy.chat import render_chat
 from pit_deploy.errors import InputError
-from pit_deploy.gates import GATES_BY_RUNTIME, NESTED_HEAD_ROOM, gate_for
+from pit_deploy.gates import GATES_BY_RUNTIME, NESTED_HEAD_MOST, NESTED_HEAD_ROOM, gate_for
 from pit_deploy.generate import TextStream, generate
 from pit_deploy.golden import GoldenRecord, greedy_continuation
 from pit_deploy.parity import compare_with_record
@@ -203,9 +203,11 @@ def test_gates() -> None:
         for runtime, gates in GATES_BY_RUNTIME.items()
         for precision, gate in gates.items()
     }
-    assert (found, document["nested_head_room"]) == (expected, NESTED_HEAD_ROOM), (
+    assert found == expected, (
         "python runtime_tests/vectors/make_recorded.py --gates; then Gates.kt and Gates.swift"
     )
+    # Only bundles for ONNX Runtime have nested heads, which the iOS app does not run.
+    assert document["nested_head_room"] == [NESTED_HEAD_ROOM, NESTED_HEAD_MOST], "as above; then Gates.kt"
 
 
 def test_load_errors_cover_every_kind() -> None:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 
 from pit_deploy.architecture import DecoderConfig
 from pit_deploy.quantize import QuantizedTensor
+from pit_deploy.quantize.nested import FEW_BLOCKS
 from pit_export.onnx_graph import CONTRIB, GraphBuilder
 from pit_export.onnx_operators import BlockLayout, Operators, Table
 
@@ -152,10 +153,12 @@ class _QuantizedTable(Table):
         return self._graph.cut(gathered, layout.columns, 2, output) if padded else gathered
 
     def products(self, graph: GraphBuilder, ids: ir.Value, x: ir.Value, output: str) -> ir.Value:
-        """Bytes without zero points are gathered as they are, and scaled once a block instead of once a column:
-        GatherBlockQuantized, which looks up the scale of every number, takes 1.6 times as long for a shortlist."""
+        """A few blocks of bytes without zero points are gathered as they are, and scaled once a block: the scale of
+        every number, which GatherBlockQuantized looks up, takes a shortlist of the sample half as long again. The
+        product has a column for every block, so that with many of them it is the slower one."""
         layout = self._layout
-        if layout.bits != 8 or not layout.symmetric or layout.padded_columns != layout.columns:
+        fits = layout.symmetric and layout.padded_columns == layout.columns and layout.blocks <= FEW_BLOCKS
+        if layout.bits != 8 or not fits:
             return super().products(graph, ids, x, output)
         view = self._code_view("code_rows", layout.rows, layout.columns)
         codes = graph.op("Gather", [view, ids], f"{output}.codes", axis=0)

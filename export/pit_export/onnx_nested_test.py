@@ -71,6 +71,16 @@ def test_the_shortlist_is_finished_and_the_rest_estimated(model, folded, export,
     assert np.abs(found - exact).max() > 0.1  # the estimates are no exact logits
 
 
+def test_a_rest_of_many_blocks_is_gathered_by_its_own_operator(model, folded, export, monkeypatch):
+    """The product with a column for every block would be the slower way: here from two blocks on."""
+    monkeypatch.setattr("pit_export.onnx_contrib.FEW_BLOCKS", 1)
+    for block, operators in ((32, {"Gather"}), (16, {"GatherBlockQuantized"})):
+        nested = runtimes(export, model, folded, 8, 50, block)[0]
+        graph = onnx.load(nested.directory / "model.onnx", load_external_data=False).graph
+        found = {node.op_type for node in graph.node if "shortlist.ids" in "".join(node.input)}
+        assert found - {"ScatterElements"} == operators
+
+
 def test_prefill_and_decode_agree(model, folded, export):
     nested, _ = runtimes(export, model, folded, 8, 50)
     runtime = nested.runtime()

@@ -87,8 +87,8 @@ def quantize_model(
     is int4 or int8 (or float, with `keep_float`), whatever the plan said; the search runs on a part of the
     text that the calibration doesn't see. `activations` is the block size of int8 activations to reckon with
     there. With an `encoder` a search chooses among the runtime's own forms instead, and nothing is fed back. `by_layer`
-    ranks a layer's groups by one measurement (`Trial.groups`): a third of the time, and a choice 0.4 % larger. `work`
-    keeps finished layers for a later call. Raises `InputError` for a gate that cannot be met.
+    ranks a layer's groups by one measurement (`Trial.groups`): a third of the time, and on the sample a choice 0.4 %
+    larger. `work` keeps finished layers for a later call. Raises `InputError` for a gate that cannot be met.
     """
     from pit_deploy.runtimes.torch import open_folded
 

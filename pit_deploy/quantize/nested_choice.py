@@ -16,7 +16,7 @@ import numpy as np
 from pit_deploy.folding import SharedTable
 from pit_deploy.progress import Progress, silent
 from pit_deploy.quantize.basis import importance, noise_factor
-from pit_deploy.quantize.nested import MISS_RATE, NestedHead
+from pit_deploy.quantize.nested import FEW_BLOCKS, MISS_RATE, NestedHead
 
 SHORTLISTS = (256, 384, 512, 768, 1024, 1536, 2048)
 WORTH = 0.75
@@ -25,10 +25,12 @@ KL_EVERY = 8
 """One in so many positions is compared by KL, too: it needs the order of all estimates."""
 
 _PRODUCT = {8: 0.036, 4: 0.021}
-_GATHER = {8: 0.6, 4: 1.2}
+_GATHER = {8: 0.9, 4: 1.2}
+_GATHER_FEW = 0.6
 _SELECT, _SELECT_BEST = 1.0, 80.0
 """Nanoseconds in ONNX Runtime on one core, by bits of the table: a number of the table in the product, one that is
-gathered and finished, an id among which the best are looked for, and one of the best. Only their ratios matter."""
+gathered and finished (of int8 in `FEW_BLOCKS` apart), an id among which the best are looked for, and one of the best.
+Only their ratios matter."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def choose_nested_head(
         )
     columns = tuple(range(block, size * 2 // 3 + 1, block)) if size % block == 0 else ()
     shortlists = tuple(k for k in SHORTLISTS if k <= rows // 8)
-    times = {(r, k): head_time(rows, size, r, k, bits) for r in columns for k in shortlists}
+    times = {(r, k): head_time(rows, size, r, k, bits, block) for r in columns for k in shortlists}
     worth = {pair for pair, time in times.items() if time <= WORTH * full_time(rows, size, bits)}
     if not worth:
         return None, f"the full head is kept: a nested one is not faster at {rows} ids and {size} columns"
@@ -179,11 +181,12 @@ def measure(
     return Estimates(columns, shortlists, misses / len(queries), divergence / max(compared, 1), len(queries))
 
 
-def head_time(rows: int, columns: int, leading: int, shortlist: int, bits: int) -> float:
+def head_time(rows: int, columns: int, leading: int, shortlist: int, bits: int, block: int) -> float:
     """The nested head's time in about nanoseconds."""
+    few = bits == 8 and columns - leading <= FEW_BLOCKS * block
     product = _PRODUCT[bits] * rows * leading
     select = _SELECT * rows + _SELECT_BEST * shortlist
-    return product + select + _GATHER[bits] * shortlist * (columns - leading)
+    return product + select + (_GATHER_FEW if few else _GATHER[bits]) * shortlist * (columns - leading)
 
 
 def full_time(rows: int, columns: int, bits: int) -> float:

@@ -59,7 +59,7 @@ def test_the_fastest_head_that_keeps_the_rate_is_taken():
     head, note = choose_nested_head(tables, moment, states, bits=8, block=BLOCK, miss_rate=0.005)
     assert head is not None and head.miss_rate <= 0.005 and head.positions == len(states)
     assert f"{head.columns} of {SIZE} columns shortlist {head.shortlist}" in note
-    assert head_time(ROWS, SIZE, head.columns, head.shortlist, 8) < full_time(ROWS, SIZE, 8)
+    assert head_time(ROWS, SIZE, head.columns, head.shortlist, 8, BLOCK) < full_time(ROWS, SIZE, 8)
     by_hand, _ = measured(NestedHead(head.columns, head.shortlist), tables, moment, states)
     assert by_hand == dataclasses.replace(head, kl=by_hand.kl)
     assert by_hand.kl == pytest.approx(head.kl, rel=1e-4)

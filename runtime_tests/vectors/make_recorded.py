@@ -22,7 +22,7 @@ from pit_deploy.bundle import Bundle
 from pit_deploy.chat import render_chat
 from pit_deploy.checkpoint import open_checkpoint
 from pit_deploy.exporting import export
-from pit_deploy.gates import GATES_BY_RUNTIME, NESTED_HEAD_ROOM, gate_for
+from pit_deploy.gates import GATES_BY_RUNTIME, NESTED_HEAD_MOST, NESTED_HEAD_ROOM, gate_for
 from pit_deploy.generate import Generation, TextStream, generate
 from pit_deploy.golden import GoldenRecord, Prompt, record
 from pit_deploy.parity import _against_golden, _failures, compare_with_record
@@ -250,7 +250,7 @@ def parity(golden: GoldenRecord, bundles: dict[str, Bundle]) -> dict[str, Any]:
         "context_length": CONTEXT,
         "end_ids": _end_ids(),
         "gates": gates(),
-        "nested_head_room": NESTED_HEAD_ROOM,
+        "nested_head_room": [NESTED_HEAD_ROOM, NESTED_HEAD_MOST],
         "artifacts": artifacts,
         "reports": reports,
         "positions": _positions(golden, artifacts["fp32"]),
@@ -314,7 +314,8 @@ def _number(value: float) -> float | str:
 def main() -> None:
     if sys.argv[1:] == ["--gates"]:
         document = json.loads((HERE / "parity.json").read_text(encoding="utf-8"))
-        _write("parity.json", document | {"gates": gates(), "nested_head_room": NESTED_HEAD_ROOM})
+        room = [NESTED_HEAD_ROOM, NESTED_HEAD_MOST]
+        _write("parity.json", document | {"gates": gates(), "nested_head_room": room})
         return
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

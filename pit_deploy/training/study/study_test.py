@@ -21,8 +21,10 @@ def cache(tmp_path, monkeypatch):
 
 def test_runs_have_names_of_their_own_and_both_sides_as_many_settings():
     tried = plan.search("small")
-    assert len(tried["tied"]) == len(tried["pit"])
     best = plan.choose(tried, lambda run: abs(run.rate - 2e-2))
+    for settings in (tried, plan.search_large(best)):
+        assert len(settings["tied"]) == len(settings["pit"])
+        assert all(len({run.name for run in runs}) == len(runs) for runs in settings.values())
     everything = [
         *(run for side in tried.values() for run in side),
         *(run for rows in (plan.scratch(best), plan.variants(best), plan.overfitting(best), plan.adaptation(best))

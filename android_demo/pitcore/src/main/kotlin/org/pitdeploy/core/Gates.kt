@@ -6,8 +6,9 @@ data class Gate(val maxAbs: Double?, val meanKl: Double, val top1: Double, val g
         /** Two logits closer than this count as tied. */
         const val TIE = 1e-3
 
-        /** So many times the KL that the manifest states of a nested head comes on top of the limit. */
+        /** So many times the KL that the manifest states of a nested head comes on top of the limit, at most this. */
         const val NESTED_HEAD_ROOM = 2.0
+        const val NESTED_HEAD_MOST = 0.1
         private val ORDER = listOf("fp32", "fp16", "int8", "int4")
 
         private val ONNX = mapOf(
@@ -31,7 +32,7 @@ data class Gate(val maxAbs: Double?, val meanKl: Double, val top1: Double, val g
         /** The gate of the coarsest part; [nestedKl] is that of a nested head. */
         fun of(runtime: String, weights: String, tables: String, nestedKl: Double? = null): Gate {
             val gate = TABLE.getValue(runtime).getValue(maxOf(weights, tables, compareBy { ORDER.indexOf(it) }))
-            return if (nestedKl == null) gate else gate.copy(meanKl = gate.meanKl + NESTED_HEAD_ROOM * nestedKl)
+            return if (nestedKl == null) gate else gate.copy(meanKl = gate.meanKl + minOf(NESTED_HEAD_ROOM * nestedKl, NESTED_HEAD_MOST))
         }
 
         /** The gate of a bundle. */

@@ -54,9 +54,10 @@ class ParityTest {
             val expected = Gate((case["max_abs"] as Number?)?.toDouble(), case.number("mean_kl"), case.number("top1"), case["greedy"] as Boolean, case.number("layer"))
             assertEquals("${case["runtime"]} ${case["precision"]}", expected, found)
         }
-        assertEquals(document.number("nested_head_room"), Gate.NESTED_HEAD_ROOM, 0.0)
+        assertEquals(document["nested_head_room"], listOf(Gate.NESTED_HEAD_ROOM, Gate.NESTED_HEAD_MOST))
         val int8 = Gate.of("onnx", "int8", "int8")
         assertEquals(int8.copy(meanKl = 5e-3 + 2 * 0.03), Gate.of("onnx", "int8", "int8", nestedKl = 0.03))
+        assertEquals(int8.copy(meanKl = 5e-3 + 0.1), Gate.of("onnx", "int8", "int8", nestedKl = 100.0))
         assertEquals(Gate.of("onnx", "int4", "int4"), Gate.of("onnx", "int4", "int8"))
         assertEquals(Gate.of("onnx", "fp16", "fp16"), Gate.of("onnx", "fp32", "fp16"))
     }
