@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_before_any_work(pit, tmp_path, monkeypatch, o
 
 
 @pytest.mark.slow
-def test_the_sample_keeps_its_best_tokens(tmp_path):
+def test_the_sample_keeps_its_best_tokens_and_its_greedy_text(tmp_path):
     """5,000 positions of prose, code, fourteen languages and chat; twenty greedy answers of 64 tokens."""
     write_sample(tmp_path / "sample")
     convert(tmp_path / "sample", tmp_path / "pit")
@@ -128,10 +128,8 @@ def test_the_sample_keeps_its_best_tokens(tmp_path):
     assert figures["all"]["positions"] >= 5000 and figures["all"]["same_top1"] >= 0.999
     assert verify(tmp_path / "nested").passed
     runtime, heads = open_runtime(bundle, threads=1), BothHeads(bundle)
-    missed = 0
     for prompt in chat_prompts(bundle):
         text = prompt + greedy(runtime, prompt, 64)
         found, full = (np.concatenate(parts) for parts in zip(*heads(text), strict=True))
         answer = slice(len(prompt) - 1, None)
-        missed += int((found[answer].argmax(1) != full[answer].argmax(1)).sum())
-    assert missed <= 2  # of 1,300: what the miss rate lets expect (docs/nested.md)
+        np.testing.assert_array_equal(found[answer].argmax(1), full[answer].argmax(1))
